@@ -132,6 +132,25 @@ def test_two_answers_at_once(opened: Browser, server: Server) -> None:
     assert styles == ["dashed", "solid", "none"]  # told apart without colour, too
 
 
+def test_speeds_of_a_busy_machine_are_not_compared(opened: Browser) -> None:
+    ask(opened, "w1 w2 w3")
+    figures = {}
+    for busy in ("", "this machine is busy: speeds are not reliable"):
+        opened.run(
+            "{ const all = [...document.querySelectorAll('.turn:last-child .card')].map(node => cards.get(node));"
+            f" all[0].statistics.busy = {json.dumps(busy)}; all[1].statistics.busy = '';"
+            " all.forEach(card => showFigures(card, all)); }"
+        )
+        figures[bool(busy)] = [card["figures"] for card in cards(opened)]
+    assert all("tokens/s (" not in shown for shown in figures[True])
+    assert "tokens/s (" in figures[False][1]
+    assert ["machine busy" in shown for shown in (*figures[True], *figures[False])] == [True, False, False, False]
+    assert (
+        opened.run("document.querySelector('.figures [title]').title")
+        == "this machine is busy: speeds are not reliable"
+    )
+
+
 def test_a_token_says_why_it_is_there(opened: Browser, server: Server) -> None:
     """To the mouse and to the keyboard."""
     ask(opened, "w4 w5")

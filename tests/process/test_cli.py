@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from refusals import known_at_once, write_inputs
 from selfjudge.cli import main as cli
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
+from selfjudge.store.load import LoadWatch
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -147,6 +149,30 @@ def test_bench_decode(run, pair: list[str]) -> None:
     _, out, _ = run("bench", "decode", *pair, "--gammas", "1", "--limit", "1", "--repeats", "1", "--no-peers", "--json")
     alone = json.loads(out)
     assert alone["baseline"] == alone["runs"][0]["name"] == "selfjudge-plain"
+    assert alone["runs"][0]["spread"] is None  # of one repeat
+
+
+@pytest.mark.parametrize("busy", ["", "this machine is busy: speeds are not reliable (a test)"])
+def test_bench_decode_ranks_nothing_on_a_busy_machine(
+    run, pair: list[str], monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    turns: list[list[float]] = []
+
+    def describe(self: LoadWatch, given: Any = ()) -> str:
+        turns.extend(given)
+        return busy
+
+    monkeypatch.setattr(LoadWatch, "describe", describe)
+    command = ["bench", "decode", *pair, "--gammas", "1,auto", "--limit", "1", "--repeats", "2", "--no-peers",
+               "--max-new-tokens", "6"]  # fmt: skip
+    _, out, err = run(*command)
+    assert ("exact (γ=" in out) is not bool(busy)
+    assert out.count(busy or "this machine is busy") == bool(busy)
+    assert [len(each) for each in turns] == [2, 2]  # plain and γ = 1; auto may choose another γ each time
+    assert ("repeat 1/2, this machine is busy" in err) is bool(busy)
+    result = json.loads(run(*command, "--json")[1])
+    assert result["busy"] == busy
+    assert (result["best"] is None) is bool(busy)
 
 
 def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from selfjudge.prompts.sources import PromptRecord, Source
 from selfjudge.store import read_json, read_rows
 from selfjudge.train.pipeline import train_judge
 
-TIMED = ("seconds", "tokens_per_second")
+TIMED = ("seconds", "tokens_per_second", "busy")
 
 
 @pytest.fixture

@@ -11,22 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from fake_gguf import write_model
 from fake_judge import constant_judge
 from runs import random_judges
+from selfjudge.cli.main import app
 from selfjudge.decoding.rules import Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig, evaluate_rules, execute
+from selfjudge.evaluate.execute import TorchAnswerer
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import open_model
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows, write_rows
+from selfjudge.store.load import LoadWatch
 from selfjudge.tasks import Task
 
-TIMED = ("seconds", "tokens_per_second", "machine", "versions", "date")
+TIMED = ("seconds", "tokens_per_second", "busy", "machine", "versions", "date")
 
 
 @pytest.fixture
@@ -152,7 +156,7 @@ def test_what_was_interrupted_goes_on_to_the_same_summary(
     def dies(*given: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 5:  # the second part of the second rule
+        if calls == 5:  # the third part of the first rule
             raise KeyboardInterrupt
         return generate(*given, **options)
 
@@ -367,8 +371,48 @@ def test_without_rules_exact_runs_and_judged_where_there_is_a_judge(
 
 def test_times_can_be_left_out(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
     (found,) = evaluated(tiny_pair, tmp_path, asked, ["exact"], times=False)
-    assert (found["tokens_per_second"], found["seconds"]) == (None, {})
+    assert (found["tokens_per_second"], found["busy"], found["seconds"]) == (None, "", {})
     assert found["mean_accepted_length"] > 1
+
+
+def test_rules_take_turns_and_a_busy_machine_is_said(
+    tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rule answers a part before any answers the next; `null` has smaller parts."""
+    turns: list[tuple[str, int]] = []
+
+    def noted(pair: Pair, prompts: Any, rule: Any, **options: Any) -> Any:
+        turns.append((rule.name, options["gamma"]))
+        return generate(pair, prompts, rule, **options)
+
+    monkeypatch.setattr(execute, "generate", noted)
+    quiet, busy = (9.0, 9.0, 9.0), (9.0, 1e4, 9.0)  # seconds of the clock, of all programs, of this one
+    monkeypatch.setattr(LoadWatch, "usage", property(lambda self: busy if turns[-1][0] == "topk" else quiet))
+    exact, topk, null = evaluated(tiny_pair, tmp_path / "runs", asked, ["exact", "topk:3", "null"], (3,))
+    assert turns[:9] == [("exact", 3), ("topk", 3), ("exact", 3)] * 3
+    assert turns[9:] == [("exact", 3)] * 5
+    assert exact["busy"] == null["busy"] == ""
+    assert topk["busy"].startswith("this machine is busy: speeds are not reliable (other programs took")
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report.html")])
+    assert shown.exit_code == 0, shown.output
+    page = (tmp_path / "report.html").read_text()
+    assert page.count(topk["busy"]) == 1
+    assert page.count(">busy<") == 1
+
+
+def test_what_another_start_of_the_engine_takes_comes_later(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
+    turns: list[tuple[str, int]] = []
+
+    class OneGamma(TorchAnswerer):
+        one_gamma = True
+
+        def answer(self, prompts: Any, rule: Any, gamma: int, *more: Any) -> Any:
+            turns.append((rule.name, gamma))
+            return super().answer(prompts, rule, gamma, *more)
+
+    config = EvalConfig(tasks=(asked,), rules=("exact", "topk:3"), gammas=(2, 3), max_new_tokens=6, batch=4)
+    evaluate_rules(tiny_pair, tmp_path / "runs", config, judges={}, answerer=OneGamma(tiny_pair))
+    assert turns == [(rule, gamma) for gamma in (2, 3) for _ in range(2) for rule in ("exact", "topk")]
 
 
 def test_weights_that_stay_in_a_file_have_no_likelihoods(

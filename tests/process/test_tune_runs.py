@@ -24,6 +24,7 @@ from selfjudge.evaluate.execute import TorchAnswerer
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_page
+from selfjudge.store.load import LoadWatch
 from selfjudge.tune.certify import share_delta
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.pipeline import tune_pair
@@ -174,8 +175,9 @@ def test_agreement_is_certified_where_nothing_can_be_scored(
 
 
 def test_speeds_choose_gamma_on_prompts_set_aside(
-    tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str]
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): "")  # whatever else this machine does
     said: list[str] = []
     timed = replace(config, times=True, gamma=None, families=("margin", "fly"), epsilon=0.35)
     certificate = tune_pair(tiny_pair, tmp_path / "t", timed, say=said.append).certificate
@@ -190,6 +192,69 @@ def test_speeds_choose_gamma_on_prompts_set_aside(
     assert certificate["candidates"][0]["gamma"] in gammas
     assert max(row["n_used"] for row in certificate["candidates"]) <= 27  # three were set aside
     assert "exact" in decoded
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers take a second; those of margins half of that."""
+    original = TorchAnswerer.answer
+
+    def answer(self: TorchAnswerer, prompts: Any, rule: Any, *more: Any) -> Any:
+        answers, seconds = original(self, prompts, rule, *more)
+        return answers, {**seconds, "total": 0.5 if rule.name == "margin" else 1.0}
+
+    monkeypatch.setattr(TorchAnswerer, "answer", answer)
+
+
+def test_speeds_of_a_busy_machine_are_measured_again_later(
+    tiny_pair: Pair,
+    config: TuneConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timed: None,
+    decoded: list[str],
+) -> None:
+    """Until then tokens per pass choose, and nothing is called slow. The bets stay what they are."""
+    busy = "this machine is busy: speeds are not reliable (a test)"
+    monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): busy)
+    said: list[str] = []
+    timing = replace(config, times=True, gamma=None, epsilon=0.35)
+    first = tune_pair(tiny_pair, tmp_path / "t", timing, say=said.append)
+    assert f"{busy}; γ = 3, by default" in said
+    found = first.certificate
+    assert (found["unreliable"], found["speed_measure"], found["speeds"]) == (busy, "mean_accepted_length", [])
+    assert found["exact_over_plain"] is None
+    assert found["certified"]
+    best = max((row for row in found["candidates"] if row["refuted"]), key=lambda row: row["speed_ci"][0])
+    assert found["rule"] == best["rule"]
+    assert all(row["tokens_per_second"] is None for row in found["candidates"])
+    assert f"Speeds were not compared: {busy}. Run it again" in (first.folder / "certificate.html").read_text()
+    assert (first.folder / "work").is_dir()
+    decoded.clear()
+    tune_pair(tiny_pair, tmp_path / "t", timing)
+    assert set(decoded) == {"exact", *(rule.partition(":")[0] for rule in chosen_rules(found))}
+    monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): "")
+    second = tune_pair(tiny_pair, tmp_path / "t", timing)
+    later = second.certificate
+    assert (later["unreliable"], later["speed_measure"]) == ("", "tokens_per_second")
+    assert second.rule.startswith("margin")
+    assert later["speed_ratio"] > 1.5
+    assert later["exact_over_plain"] is not None
+    compared = [row for row in later["candidates"] if row["tokens_per_second"] is not None]
+    assert [row["rule"] for row in compared if row["speed_ci"] is None] == []
+    assert 1 <= len(compared) <= 2
+    for row, other in zip(found["candidates"], later["candidates"], strict=True):
+        assert (row["rule"], row["refuted"], row["gamma"]) == (other["rule"], other["refuted"], other["gamma"])
+    assert not (second.folder / "work").exists()
+    decoded.clear()
+    assert tune_pair(tiny_pair, tmp_path / "t", timing).content == second.content
+    assert decoded == []
+
+
+def chosen_rules(certificate: dict[str, Any]) -> list[str]:
+    """The certified rules with most tokens per pass."""
+    certified = [row for row in certificate["candidates"] if row["refuted"]]
+    return [row["rule"] for row in sorted(certified, key=lambda row: row["speed_ci"][0], reverse=True)[:2]]
 
 
 def test_progress_is_the_share_of_the_time_where_that_is_larger() -> None:

@@ -228,3 +228,16 @@ def test_a_request_that_is_being_encoded_holds_a_place(begin: Begin) -> None:
     scheduler.close()
     with pytest.raises(RefusedError, match="about to stop"), scheduler.reserve():
         pass
+
+
+def test_the_load_is_looked_at_once_an_answer(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the beginning of the decoding, not of the waiting; never by token."""
+    scheduler, reads = begin(), []
+    monkeypatch.setattr("selfjudge.store.load._read_clocks", lambda: (reads.append(1), (0.0, 0.0, 0.0))[1])
+    asked, updates = job(scheduler, tokens=30)
+    waiting = asked.load
+    scheduler.submit(asked)
+    scheduler.start()
+    assert len(last(updates).result.tokens) == 30
+    assert asked.load is not waiting
+    assert len(reads) == 2

@@ -322,6 +322,31 @@ def test_the_finding_is_one_sentence() -> None:
     assert "1.90 × plain speed" in describe_claim(certificate())
 
 
+def test_unreliable_speeds_are_said_instead_of_a_ranking() -> None:
+    busy = "this machine is busy: speeds are not reliable (other programs took 1.5 of 2 cores)"
+    doubt: dict[str, Any] = {"unreliable": busy, "speed_measure": "mean_accepted_length", "exact_over_plain": None}
+    again = f" Speeds were not compared: {busy}. Run it again with --resume: the answers are kept."
+    assert describe_result(certificate(**doubt)) == (
+        "margin:0.5,guard=on (γ = 3): +12 % [+7, +16] tokens per target pass, −0.4 [−1.3, +0.5] points,"
+        f" certified ≤ 3.{again}"
+    )
+    assert "plain speed" not in describe_claim(certificate(**doubt))
+    nothing = certificate(certified=False, **doubt)
+    assert describe_result(nothing) == f"Nothing here beats exact: use exact (γ = 3). Speeds are not stated: {busy}."
+    assert "No relaxed rule was certified" in describe_claim(nothing)
+    certified = {**nothing, "candidates": certificate()["candidates"]}
+    assert (
+        describe_result(certified) == f"Nothing here beats exact in tokens per target pass: use exact (γ = 3).{again}"
+    )
+    assert "none surely yields more tokens per target pass" in describe_claim(certified)
+    assert "none was surely faster" in describe_claim({**certified, "unreliable": ""})
+    text = certificate_markdown(certificate(**doubt))
+    assert text.count(busy) == 1
+    assert "m × exact" in text
+    assert "in turn" not in text
+    assert "answered the same batches in turn" in certificate_markdown(certificate())
+
+
 def test_it_is_said_where_there_is_little_to_lose() -> None:
     def said(**exact: Any) -> str:
         return describe_doubt(certificate(exact={"n": 60, "score": 0.6, "without_answer": 3, **exact}))

@@ -20,6 +20,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.engine.select import PairEngines
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import measured_on
+from selfjudge.store.load import LoadWatch
 from selfjudge.types import PHASES, Gamma, Generation, Notify, pooled_figures
 
 
@@ -76,7 +77,7 @@ def bench_decode(
     transformers cannot run a pair in q4: it runs `full`, the same pair in floats, and is left out where there is none.
     """
     runs = _plan(pair, pair if pair.dtype != "q4" else full, rules or {}, config)
-    _time(runs, prompts, config, notify)
+    busy = _time(runs, prompts, config, notify)
     firsts = {run.dtype: run for run in reversed(runs)}
     rows = [_row(run, runs[0], firsts[run.dtype]) for run in runs]
     return {
@@ -90,8 +91,9 @@ def bench_decode(
         "repeats": config.repeats,
         "draft_dtype": PairEngines(pair).draft_dtype,
         "baseline": runs[0].name,
+        "busy": busy,
         "runs": rows,
-        "best": _best(rows),
+        "best": None if busy else _best(rows),
     }
 
 
@@ -110,17 +112,24 @@ def _plan(
     return runs
 
 
-def _time(runs: Sequence[TimedRun], prompts: Sequence[Prompt], config: DecodeBenchConfig, notify: Notify) -> None:
-    """Answer all prompts with every configuration, several times after a warm-up."""
+def _time(runs: Sequence[TimedRun], prompts: Sequence[Prompt], config: DecodeBenchConfig, notify: Notify) -> str:
+    """Answer all prompts with every configuration, several times after a warm-up.
+
+    Returns why the times are not reliable, or nothing. A machine that is busy from the start is named at once.
+    """
     cuda = runs[0].pair.target.device.type == "cuda"
+    load, busy = LoadWatch(), ""
     for repeat in range(config.repeats + 1):  # repeat 0 warms up
+        if repeat == 1:
+            busy, load = load.describe() and ", this machine is busy", LoadWatch()
         for number, run in enumerate(runs):
-            turn = f"repeat {repeat}/{config.repeats}" if repeat else "warm-up"
+            turn = f"repeat {repeat}/{config.repeats}{busy}" if repeat else "warm-up"
             notify(f"{turn}: {run.name} γ={run.gamma}", number / len(runs))
             start = time.perf_counter()
             run.answer(prompts if repeat or cuda else prompts[:1], config)  # on CUDA, every shape is captured once
             if repeat:
                 run.seconds.append(time.perf_counter() - start)
+    return load.describe(run.seconds for run in runs if run.gamma != "auto")  # which may choose another γ each time
 
 
 def _row(run: TimedRun, baseline: TimedRun, plain: TimedRun) -> dict[str, Any]:
@@ -135,7 +144,7 @@ def _row(run: TimedRun, baseline: TimedRun, plain: TimedRun) -> dict[str, Any]:
         "dtype": run.dtype,
         "tokens_per_second": statistics.mean(run.speeds),
         "ratio_to_plain": statistics.mean(ratios),
-        "spread": [min(ratios), max(ratios)],
+        "spread": [min(ratios), max(ratios)] if len(ratios) > 1 else None,
         **pooled_figures(run.generations),
         "identical_to_plain": same / len(run.tokens),
         "seconds": {"total": statistics.mean(run.seconds), **phases},

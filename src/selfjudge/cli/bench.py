@@ -73,7 +73,8 @@ def _show(result: dict[str, Any]) -> None:
                 "γ": r["gamma"],
                 "dtype": r["dtype"],
                 "tokens/s": f"{r['tokens_per_second']:.1f}",
-                f"× {result['baseline']}": f"{r['ratio_to_plain']:.2f} ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})",
+                f"× {result['baseline']}": f"{r['ratio_to_plain']:.2f}"
+                + (f" ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})" if r["spread"] else ""),
                 GLOSSARY["γ"]: figure(r["gamma_mean"], ".1f"),
                 "m": figure(r["mean_accepted_length"], ".2f"),
                 "same tokens": f"{r['identical_to_plain']:.0%}",
@@ -86,6 +87,9 @@ def _show(result: dict[str, Any]) -> None:
         ]
     )
     typer.echo(explain("m", "γ"))
+    if result["busy"]:
+        typer.echo(f"{result['busy']}: run it again on a quiet machine to see which is fastest")
+        return
     gamma = result["best"]["gamma"]
     for peer, ratio in result["best"]["exact_over"].items():
         typer.echo(f"exact (γ={gamma['selfjudge-exact']}) is {ratio:.2f} × {peer} (γ={gamma[peer]})")

@@ -114,6 +114,7 @@ def generate(
                 "draft_dtype": draft_dtype,
                 "rule": request.text,
                 "gamma": gamma,
+                "busy": load.describe(),
             }
         )
         return

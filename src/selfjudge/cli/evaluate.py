@@ -87,6 +87,8 @@ def evaluate(
         print_json(summaries)
         return
     print_rows([_row(summary) for summary in summaries])
+    if busy := next((summary["busy"] for summary in summaries if summary.get("busy")), ""):
+        typer.echo(f"tokens/s marked busy: {busy}")
     typer.echo(explain("m", "γ", "judged"), err=True)
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 
@@ -106,7 +108,7 @@ def _row(summary: dict[str, Any]) -> dict[str, Any]:
         "lost / gained": "" if summary.get("lost") is None else f"{summary['lost']} / {summary['gained']}",
         summary["agreement_measure"].replace("_", " "): figure(summary["agreement"], ".2f"),
         "judged": figure(summary["judged_share"], ".1%"),
-        "tokens/s": figure(summary["tokens_per_second"], ".0f"),
+        "tokens/s": figure(summary["tokens_per_second"], ".0f") + (" busy" if summary.get("busy") else ""),
         "no answer": figure(summary["extraction_failures"], ".1%"),
         "cut off": figure(summary["cut_off"], ".1%"),
     }

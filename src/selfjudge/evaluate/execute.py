@@ -23,6 +23,7 @@ from selfjudge.evaluate.likelihood import find_substitutions, make_example_rows
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal
+from selfjudge.store.load import LoadWatch, describe_load
 from selfjudge.tasks import Row, Task
 from selfjudge.types import PHASES, Generation
 
@@ -133,9 +134,11 @@ class Execution:
         for number, (name, rows) in enumerate(parts.items()):
             yield number / len(parts)
             if self.parts_folder.sealed(name, self.run.identity, PartSeal) is None:
+                load = LoadWatch()
                 answers, seconds = self._answer(rows)
+                times = {"seconds": seconds, "load": load.usage}
                 write_rows(self.folder / "work" / f"{name}.jsonl", self._score(rows, answers))
-                self.parts_folder.seal(name, [f"work/{name}.jsonl"], self.run.identity, seconds=seconds)
+                self.parts_folder.seal(name, [f"work/{name}.jsonl"], self.run.identity, **times)
         self._finish(list(parts))
 
     def parts(self) -> dict[str, list[Row]]:
@@ -182,16 +185,20 @@ class Execution:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
 
     def _times(self, parts: Sequence[str], tokens: Sequence[int]) -> dict[str, Any]:
-        """Seconds by phase and tokens/s.
+        """Seconds by phase, tokens/s, and why they are not reliable, if so.
 
         In the first part engines capture graphs and pack weights: if there are others, it does not count.
         """
         if not self.config.times:
-            return {"tokens_per_second": None, "seconds": {}}
+            return {"tokens_per_second": None, "busy": "", "seconds": {}}
         first = 1 if len(parts) > 1 else 0
-        by_part = [read_json(self.folder / "work" / f"{name}.json", PartSeal)["seconds"] for name in parts[first:]]
-        seconds = {phase: sum(part[phase] for part in by_part) for phase in (*PHASES, "total")}
-        return {"tokens_per_second": sum(tokens[first:]) / max(1e-9, seconds["total"]), "seconds": seconds}
+        seals = [read_json(self.folder / "work" / f"{name}.json", PartSeal) for name in parts[first:]]
+        seconds = {phase: sum(seal["seconds"][phase] for seal in seals) for phase in (*PHASES, "total")}
+        return {
+            "tokens_per_second": sum(tokens[first:]) / max(1e-9, seconds["total"]),
+            "busy": describe_load(seal["load"] for seal in seals if "load" in seal),
+            "seconds": seconds,
+        }
 
     def _choose_examples(self, samples: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
         """The first answers with a judged token, else the first ones, token by token."""

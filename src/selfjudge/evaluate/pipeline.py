@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,32 @@ def evaluate_rules(
             keep_settings(out / examples.label / "task.json", _identify(examples, nli))
             _warn_unscored(examples, warn)
             _warn_learnt(examples, runs, warn)
-            for turn, run in enumerate(runs, number * len(runs)):
-                execution = Execution(evaluation, examples, run)
-                if not execution.done:
-                    stage = f"{examples.label}, {run.folder}"
-                    for share in execution.answer_rows():
-                        notify(stage, (turn + share) / (len(tasks) * len(runs)))
-                summaries.append(_compare(execution, warn))
+            executions = [Execution(evaluation, examples, run) for run in runs]
+            for stage, share in _answer_by_turns(executions):
+                notify(f"{examples.label}, {stage}", (number + share) / len(tasks))
+            summaries += [_compare(execution, warn) for execution in executions]
         return summaries
+
+
+def _answer_by_turns(executions: Sequence[Execution]) -> Iterator[tuple[str, float]]:
+    """Answer what is not done: a part of every run in turn, so that a machine that slows down slows down all of them.
+
+    Yields the run of each part and the share that is done. Runs that take another start of the engine come later.
+    """
+    shares = {execution: 0.0 for execution in executions if not execution.done}
+    judge = next((execution.run.judge for execution in shares if execution.run.judge), None)
+    groups: dict[Any, dict[Execution, Iterator[float]]] = {}
+    for execution in shares:
+        run = execution.run
+        start = (run.gamma, run.judge or judge) if execution.answerer.one_gamma else None
+        groups.setdefault(start, {})[execution] = execution.answer_rows()
+    for group in groups.values():
+        while group:
+            for execution, parts in list(group.items()):
+                yield execution.run.folder, sum(shares.values()) / len(shares)
+                shares[execution] = next(parts, 1.0)
+                if shares[execution] == 1.0:
+                    del group[execution]
 
 
 def _compare(execution: Execution, warn: Warn) -> dict[str, Any]:

@@ -21,21 +21,41 @@ UNITS = {
     "overlap": "points of agreement (words in common with exact)",
 }
 """Unit of each measure."""
+SPEEDS = (
+    "Speeds are of the certified rules with most tokens per pass. They, exact and plain decoding answered the same"
+    " batches in turn."
+)
 
 
 def describe_result(certificate: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
+    """The result in a sentence, and in another one why it has no speeds, if they were not reliable."""
+    doubt = describe_unreliable(certificate)
     if not certificate["certified"]:
         why = "" if not certificate["stopped"] else " so far (the time was up)"
         if plain_wins(certificate):
             return f"Nothing here beats plain decoding{why}: use exact without a recipe (--gamma auto or 0)."
-        return f"Nothing here beats exact{why}: use exact (γ = {certificate['gamma']})."
+        where = " in tokens per target pass" if doubt and _has_certified(certificate) else ""
+        return f"Nothing here beats exact{where}{why}: use exact (γ = {certificate['gamma']}).{doubt and f' {doubt}'}"
     interval = show_interval(certificate["mean_difference_ci"], signed_points)
     change = f"{signed_points(certificate['mean_difference'])} {interval} {UNITS[certificate['measure']]}"
     return (
         f"{certificate['rule']} (γ = {certificate['gamma']}): {_gain(certificate)}, {change},"
-        f" certified ≤ {points(certificate['epsilon']).removesuffix('.0')}."
+        f" certified ≤ {points(certificate['epsilon']).removesuffix('.0')}.{doubt and f' {doubt}'}"
     )
+
+
+def describe_unreliable(certificate: Mapping[str, Any]) -> str:
+    """Why there are no speeds, and what to do; empty if they are reliable, or were not asked for."""
+    doubt = certificate.get("unreliable", "")
+    if not doubt:
+        return ""
+    if not _has_certified(certificate):
+        return f"Speeds are not stated: {doubt}."
+    return f"Speeds were not compared: {doubt}. Run it again with --resume: the answers are kept."
+
+
+def _has_certified(certificate: Mapping[str, Any]) -> bool:
+    return any(row["refuted"] for row in certificate["candidates"])
 
 
 def plain_wins(certificate: Mapping[str, Any]) -> bool:
@@ -48,8 +68,11 @@ def describe_claim(certificate: Mapping[str, Any]) -> str:
     unit, confidence = UNITS[certificate["measure"]], points(1 - certificate["delta"]).removesuffix(".0")
     if not certificate["certified"]:
         lost = f"to lose at most {points(certificate['epsilon'])} {unit} with {confidence} % confidence"
-        if any(row["refuted"] for row in certificate["candidates"]):
-            return f"Exact decoding loses nothing. Relaxed rules were certified {lost}; none was surely faster."
+        if _has_certified(certificate):
+            faster = (
+                "surely yields more tokens per target pass" if certificate.get("unreliable") else "was surely faster"
+            )
+            return f"Exact decoding loses nothing. Relaxed rules were certified {lost}; none {faster}."
         return f"Exact decoding loses nothing. No relaxed rule was certified {lost}."
     plain = ""
     if certificate["exact_over_plain"] and certificate["speed_measure"] == "tokens_per_second":
@@ -105,8 +128,9 @@ def _notes(certificate: Mapping[str, Any]) -> list[str]:
         f" wrong with probability δ = {certificate['delta']:g} at most, so later ones have smaller shares.",
         f"Families ({', '.join(certificate['families'])}) have equal shares of that. In a family the rules are tested"
         " from strict to loose, in an order fixed beforehand, until one is not certified.",
-        "Brackets are 95 % bootstrap intervals: of the change over prompts, of the speed over batches. They are not"
-        " part of the certificate, and do not allow for the choice among rules.",
+        "Brackets are 95 % bootstrap intervals: of the change and of tokens per pass over prompts, of the speed over"
+        " turns. They are not part of the certificate, and do not allow for the choice among rules.",
+        *([SPEEDS] if certificate["speed_measure"] == "tokens_per_second" else []),
     ]
     if evidence := certificate["evidence"]:
         lines.append(

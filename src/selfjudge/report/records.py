@@ -75,6 +75,8 @@ class EvalRun:
     drafts_accepted: float | None = None
     judged_share: float | None = None
     tokens_per_second: float | None = None
+    busy: str = ""
+    """Why its speed is not reliable; empty where it is."""
     extraction_failures: float | None = None
     cut_off: float | None = None
     threshold: float | None = None

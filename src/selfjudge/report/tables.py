@@ -147,7 +147,9 @@ def _per_task(runs: Sequence[EvalRun]) -> list[Table]:
     tables = []
     for (pair, task), chosen in group_by_task(runs).items():
         title, part = name_task(pair, task, runs)
-        tables.append(Table(slug("task", part), title, _per_task_columns(chosen), tuple(run.row() for run in chosen)))
+        busy = next((f"Where tokens/s are marked busy: {run.busy}." for run in chosen if run.busy), "")
+        rows = tuple(run.row() for run in chosen)
+        tables.append(Table(slug("task", part), title, _per_task_columns(chosen), rows, busy))
     return tables
 
 
@@ -178,6 +180,8 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
             "tokens/s",
             "tokens_per_second",
             lambda rate: formats.whole(rate) if (rate or 0) >= 100 else formats.tenths(rate),
+            lambda row: "busy" if row["busy"] else "",
+            "rules by turns, a batch each",
         ),
     )
 

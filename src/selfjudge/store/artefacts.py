@@ -145,6 +145,7 @@ class EvaluationSummary(TypedDict):
     drafts_accepted: NotRequired[Amount | None]
     judged_share: NotRequired[Share | None]
     tokens_per_second: NotRequired[Amount | None]
+    busy: NotRequired[str]
     extraction_failures: NotRequired[Share | None]
     cut_off: NotRequired[Share | None]
     threshold: NotRequired[Share | None]
@@ -197,6 +198,7 @@ class PartSample(ScoredSample):
 
 class PartSeal(Seal):
     seconds: dict[str, Amount]
+    load: NotRequired[tuple[float, float, float]]
 
 
 class ExampleToken(TypedDict):
@@ -235,6 +237,7 @@ class TunedSpeed(TypedDict):
 
 class SpeedSeal(Seal):
     speeds: list[TunedSpeed]
+    busy: NotRequired[str]
 
 
 class AttemptSeal(Seal):
@@ -327,6 +330,7 @@ class Certificate(TypedDict):
     speed_ratio: Amount | None
     speed_ci: tuple[Amount, Amount] | None
     exact_over_plain: Amount | None
+    unreliable: NotRequired[str]
     families: list[str]
     candidates: list[CertificateCandidate]
     target_sha256: str

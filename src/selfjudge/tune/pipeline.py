@@ -63,7 +63,7 @@ def tune_pair(
 
     `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this
     process, unless an `answerer` is handed in. `say` is told before the run what so many prompts can certify.
-    A finished run returns at once, unless its time was up and there is more now.
+    A finished run returns at once, unless its time was up and there is more now, or its speeds were not reliable.
     """
     config.check()
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
@@ -79,7 +79,7 @@ def tune_pair(
         if folder.result() is not None:
             recipe = Recipe.read(folder.path)
             more = job.minutes > (math.inf if then.get("minutes") is None else then["minutes"])
-            if not (recipe.certificate["stopped"] and more):
+            if not ((recipe.certificate["stopped"] and more) or _wants_times(recipe.certificate)):
                 recipe.verified()
                 _drop_answers(folder, recipe.certificate)  # a run killed at its very end had no time to
                 if config.sign is not None:
@@ -125,9 +125,14 @@ def _write(job: TuneJob, folder: RunFolder, result: TuneResult, vllm_flags: Flag
 
 
 def _drop_answers(folder: RunFolder, certificate: Mapping[str, Any]) -> None:
-    """Remove the answers of a run in which all is decided. One whose time was up keeps them, to be resumed."""
-    if not certificate["stopped"]:
+    """Remove the answers of a run in which all is decided; others keep them, to be resumed."""
+    if not (certificate["stopped"] or _wants_times(certificate)):
         shutil.rmtree(folder.work, ignore_errors=True)
+
+
+def _wants_times(certificate: Mapping[str, Any]) -> bool:
+    """Whether certified rules were not compared by their speed, which was not reliable."""
+    return bool(certificate.get("unreliable")) and any(row["refuted"] for row in certificate["candidates"])
 
 
 def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
@@ -146,10 +151,11 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
         "groups": pack(job.sizes),
         "attempt": 1 + len(job.earlier),
         "earlier_attempts": list(job.earlier),
-        "speed_measure": "tokens_per_second" if config.times else "mean_accepted_length",
+        "speed_measure": "mean_accepted_length" if result.timed is None else "tokens_per_second",
         **result.compare_speed(best),
         "exact_gamma": result.exact_gamma,
-        "exact_over_plain": _compare_exact_with_plain(result),
+        "exact_over_plain": result.exact_over_plain,
+        "unreliable": result.doubt,
         "families": list(result.families),
         "candidates": [_describe_trial(trial, result) for trial in result.trials],
         "speeds": list(result.speeds),
@@ -216,15 +222,8 @@ def _measure_overlap(best: RuleTrial, delta: float) -> dict[str, Any]:
     return describe_overlap(lost, best.sizes, delta)
 
 
-def _compare_exact_with_plain(result: TuneResult) -> float | None:
-    """The speed of `exact` at its best γ over plain decoding, at least 1; None if not both were measured."""
-    rates = {(row["rule"], row["gamma"]): row["tokens_per_second"] for row in result.speeds}
-    plain = rates.get(("plain", 0))
-    exact = max((rate for (rule, _), rate in rates.items() if rule == "exact"), default=None)
-    return max(exact / plain, 1.0) if plain and exact else None
-
-
 def _describe_trial(trial: RuleTrial, result: TuneResult) -> dict[str, Any]:
+    timing = None if result.timed is None else result.timed.timings.get(trial.rule)
     return {
         "rule": trial.rule,
         "family": trial.family,
@@ -235,7 +234,7 @@ def _describe_trial(trial: RuleTrial, result: TuneResult) -> dict[str, Any]:
         "differences": pack(trial.differences),
         **summarise(trial.differences, trial.sizes),
         "mean_accepted_length": trial.mean_accepted_length,
-        "tokens_per_second": trial.tokens_per_second if trial.times else None,
+        "tokens_per_second": None if timing is None else timing.tokens_per_second,
         **result.compare_speed(trial),
         "needed_prompts": trial.needed,
     }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from selfjudge.decoding.text import row_seed
-from selfjudge.evaluate.compare import Interval, compare_lengths, compare_rates
+from selfjudge.evaluate.compare import Interval, compare_lengths
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import make_sample
 from selfjudge.store import RunFolder, read_rows, write_rows
@@ -27,11 +26,15 @@ from selfjudge.tune.certify import (
     find_fewest_prompts,
 )
 from selfjudge.tune.config import GAMMAS, Families, RefusedRule
-from selfjudge.tune.speeds import Clock, choose_gamma
+from selfjudge.tune.speeds import FEWEST_TURNS, TIMED_TOKENS, Clock, Comparison, choose_gamma
 from selfjudge.types import Generation, Notify, default_gamma
 
 DIGITS = 4
 """Digits of D; a certificate holds it as it was bet on."""
+COMPARED = 2
+"""Certified rules that are timed against `exact`: those with most tokens per target pass."""
+RESERVED = 0.25
+"""Share of the time that is kept for it."""
 Say = Callable[[str], None]
 Speed = tuple[float, Interval]
 """A ratio of speeds and its interval."""
@@ -47,8 +50,6 @@ class RuleTrial:
     rule: str
     gamma: int
     claim: Claim
-    times: bool
-    """Whether speeds are measured in tokens/s, not in m."""
     sizes: Sequence[int] = ()
     """Prompts of each group."""
     refused: str = ""
@@ -57,8 +58,6 @@ class RuleTrial:
     exact: list[Row] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)
     """D of each prompt, in the prompts' order."""
-    batches: list[tuple[int, float, int, float]] = field(default_factory=list)
-    """Tokens and seconds of each batch, then those of `exact`."""
     decision: Decision | None = None
     stopped: bool = False
     """Whether the time was up before the claim was decided."""
@@ -77,28 +76,12 @@ class RuleTrial:
         return self.decision is not None and self.decision.certified
 
     @property
-    def speed(self) -> Speed | None:
-        """Ratio of tokens/s, or else of m, to `exact`, with its interval. The first of several batches warms up."""
+    def length_ratio(self) -> Speed | None:
+        """Ratio of m to that of `exact`, with its interval."""
         if not self.samples:
             return None
-        if self.times:
-            return compare_rates(np.asarray(self._timed_batches, float))
         compared = compare_lengths(self.samples, self.exact)
         return None if compared["m_ratio"] is None else (compared["m_ratio"], compared["m_ratio_ci"])
-
-    @property
-    def slowest(self) -> float:
-        """The lower end of its speed over that of `exact`."""
-        return speed[1][0] if (speed := self.speed) is not None else 0.0
-
-    @property
-    def _timed_batches(self) -> list[tuple[int, float, int, float]]:
-        return self.batches[len(self.batches) > 1 :]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        timed = self._timed_batches
-        return sum(row[0] for row in timed) / sum(row[1] for row in timed) if timed else None
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -140,24 +123,57 @@ class TuneResult:
     trials: list[RuleTrial]
     best: RuleTrial | None
     gamma: int
-    advantage: float
-    """How much faster than at `gamma` `exact` is at its own best γ, 0 included."""
     speeds: Sequence[Row]
+    """Speeds that chose γ."""
     families: Sequence[str]
     """Families that shared δ."""
+    comparison: Comparison | None = None
+    """Speeds of certified rules."""
+    busy: str = ""
+    """Why γ was not chosen by speeds."""
+
+    @property
+    def doubt(self) -> str:
+        """Why speeds are not reliable; empty where they are, or where none were measured."""
+        return self.busy if self.comparison is None else self.comparison.doubt
+
+    @property
+    def timed(self) -> Comparison | None:
+        """The comparison, if its speeds are reliable. Else rules compare by tokens per target pass."""
+        return None if self.doubt else self.comparison
 
     @property
     def exact_gamma(self) -> int:
         """γ at which `exact` was fastest; that of the others if nothing was measured."""
-        exact = [row for row in self.speeds if row["rule"] == "exact"]
-        return int(max(exact, key=lambda row: row["tokens_per_second"])["gamma"]) if exact else self.gamma
+        return find_exact_gamma(self.speeds, self.gamma)
+
+    @property
+    def exact_over_plain(self) -> float | None:
+        """The speed of `exact` at its best γ over plain decoding, at least 1; None if that is not known."""
+        if self.comparison is not None:
+            return None if self.doubt else self.comparison.exact_over_plain
+        rates = {(row["rule"], row["gamma"]): row["tokens_per_second"] for row in self.speeds}
+        plain, exact = rates.get(("plain", 0)), rates.get(("exact", self.exact_gamma))
+        return max(exact / plain, 1.0) if plain and exact else None
 
     def compare_speed(self, trial: RuleTrial | None) -> dict[str, Any]:
-        """A rule's speed over that of `exact` at its own best γ, with its interval."""
-        speed = None if trial is None else trial.speed
-        if speed is None:
-            return {"speed_ratio": None, "speed_ci": None}
-        return {"speed_ratio": speed[0] / self.advantage, "speed_ci": [end / self.advantage for end in speed[1]]}
+        """A rule's speed over that of `exact` at its own best γ, or else its m over that of `exact`; its interval."""
+        speed: Speed | None = None
+        if trial is not None:
+            speed = trial.length_ratio if self.timed is None else self.timed.compare(trial.rule)
+        return {"speed_ratio": speed and speed[0], "speed_ci": speed and list(speed[1])}
+
+
+def find_exact_gamma(speeds: Sequence[Row], gamma: int) -> int:
+    """γ at which `exact` was fastest; `gamma` if nothing was measured."""
+    exact = [row for row in speeds if row["rule"] == "exact"]
+    return int(max(exact, key=lambda row: row["tokens_per_second"])["gamma"]) if exact else gamma
+
+
+def _find_lower_end(trial: RuleTrial, timed: Comparison | None = None) -> float:
+    """The lower end of a rule's speed over that of `exact`, if it was timed, or else of its m."""
+    speed = trial.length_ratio if timed is None else timed.compare(trial.rule)
+    return 0.0 if speed is None else speed[1][0]
 
 
 class Tuning:
@@ -170,24 +186,27 @@ class Tuning:
         self.job, self.folder, self.notify, self.say = job, folder, notify, say
         self.begun = time.monotonic()
         self.deadline = self.begun + 60 * job.minutes  # after it no batch is begun
+        self.tested_until = self.begun + 60 * job.minutes * (1 - RESERVED if job.config.times else 1)
 
     def run(self) -> TuneResult:
         job, config = self.job, self.job.config
         speeds: list[Row] = []
+        busy = ""
         if config.times:
             self.notify("measuring speeds", 0.0)
-            speeds = self._measure_speeds(job.possible_families)
-        gamma, advantage = choose_gamma(speeds, config.gamma or default_gamma(job.answerer.device))
+            speeds, busy = self._measure_speeds(job.possible_families)
+        gamma = choose_gamma(speeds, config.gamma or default_gamma(job.answerer.device))
+        if busy:
+            self.say(f"{busy}; γ = {gamma}{'' if config.gamma else ', by default'}")
         families, refused = job.split_by_gamma(gamma)
         claim = job.claim(families)
         self._say_which_fall_away(families, gamma, refused)
         self._say_if_late(speeds, gamma, claim)
         trials = self._test_families(families, gamma, claim)
-        best = self._choose_fastest(trials, advantage)
-        trials += [
-            RuleTrial(family, "", rule, gamma, claim, config.times, refused=why) for family, rule, why in refused
-        ]
-        return TuneResult(trials, best, gamma, advantage, speeds, list(families))
+        comparison = self._compare_speeds(trials, speeds) if config.times else None
+        best = self._choose_fastest(trials, None if comparison is None or comparison.doubt else comparison)
+        trials += [RuleTrial(family, "", rule, gamma, claim, refused=why) for family, rule, why in refused]
+        return TuneResult(trials, best, gamma, speeds, list(families), comparison, busy)
 
     def _say_which_fall_away(self, families: Families, gamma: int, refused: Sequence[RefusedRule]) -> None:
         """Say which families have no share of δ: γ was chosen on prompts set aside, so that the others may take it."""
@@ -196,7 +215,7 @@ class Tuning:
 
     def _say_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
         """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
-        tokens, left = self.job.max_new_tokens, self.deadline - time.monotonic()
+        tokens, left = self.job.max_new_tokens, self.tested_until - time.monotonic()
         fewest = find_fewest_prompts(claim.epsilon, claim.delta)
         rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == ("exact", gamma)]
         if rates and (affordable := left * rates[0] / (2 * tokens)) < fewest:
@@ -211,10 +230,9 @@ class Tuning:
 
         In a family none is tried after one that is not certified.
         """
-        times = self.job.config.times
         by_family = {
             name: [
-                RuleTrial(name, f"{name}-{number}", rule, gamma, claim, times, self.job.sizes)
+                RuleTrial(name, f"{name}-{number}", rule, gamma, claim, self.job.sizes)
                 for number, rule in enumerate(rules)
             ]
             for name, rules in families.items()
@@ -227,20 +245,43 @@ class Tuning:
                 done += turn < len(trials)
         return [trial for trials in by_family.values() for trial in trials]
 
-    def _choose_fastest(self, trials: Sequence[RuleTrial], advantage: float) -> RuleTrial | None:
-        """The certified rule whose speed is most surely above that of `exact`, measured on all prompts; None if none.
+    def _compare_speeds(self, trials: Sequence[RuleTrial], speeds: Sequence[Row]) -> Comparison | None:
+        """Certified rules against `exact` and plain decoding, by turns; None if no rule is certified.
 
-        It is chosen by the lower end of its interval, which must lie above `exact` at its own best γ.
+        Answers are as long as the time allows.
+        """
+        job = self.job
+        chosen = sorted((t for t in trials if t.certified), key=_find_lower_end, reverse=True)[:COMPARED]
+        if not chosen:
+            return None
+        self.notify("comparing speeds", 0.0)
+        prompts = [prompt.prompt for prompt in job.prompts]
+        size = min(job.batch, len(prompts))
+        batches = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+        exact_gamma = find_exact_gamma(speeds, chosen[0].gamma)
+        rules = [("exact", exact_gamma), *((trial.rule, trial.gamma) for trial in chosen)]
+        rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == rules[0]]
+        tokens = TIMED_TOKENS.get(job.answerer.device, TIMED_TOKENS["cpu"])
+        if rates:
+            affordable = rates[0] * (self.deadline - time.monotonic()) / (FEWEST_TURNS * (len(rules) + 2) * size)
+            tokens = int(max(TIMED_TOKENS["cpu"], min(affordable, TIMED_TOKENS["cuda"])))
+        return Clock(job.answerer, job.plan, job.max_new_tokens).compare(batches, rules, tokens, self.deadline)
+
+    def _choose_fastest(self, trials: Sequence[RuleTrial], timed: Comparison | None) -> RuleTrial | None:
+        """The certified rule that is most surely faster than `exact`, on all prompts; None if none is.
+
+        It is chosen by the lower end of its interval, which must lie above 1: that of its speed over `exact` at its own
+        best γ, or of its m where no reliable speed was `timed`.
         """
         certified = [trial for trial in trials if trial.certified]
         while certified:
-            best = max(certified, key=lambda trial: trial.slowest)
-            if best.slowest <= advantage:
+            best = max(certified, key=lambda trial: _find_lower_end(trial, timed))
+            if _find_lower_end(best, timed) <= 1:
                 return None
             if len(best.differences) == len(self.job.prompts) or time.monotonic() >= self.deadline:
                 return best
             self.notify(f"{best.rule} on all prompts", 0.0)
-            while self._decode_next(best):
+            while self._decode_next(best, self.deadline):
                 pass
         return None
 
@@ -253,28 +294,25 @@ class Tuning:
         """Decode until the claim is certified, cannot be any more, or the time is up; `done` of `total` rules were."""
         stage = f"{trial.rule}, γ = {trial.gamma}"
         self._report(stage, done / total)
-        while self._decode_next(trial):
+        while self._decode_next(trial, self.tested_until):
             self._report(stage, (done + len(trial.differences) / len(self.job.prompts)) / total)
             trial.decision = decide(trial.claim, trial.observations)
             if trial.decision.certified or trial.decision.futile:
                 return
         trial.stopped = len(trial.differences) < len(self.job.prompts)
 
-    def _decode_next(self, trial: RuleTrial) -> bool:
+    def _decode_next(self, trial: RuleTrial, deadline: float) -> bool:
         """Decode the trial's next batch, and `exact` on it; False if there is none, or if the time is up."""
-        job, number = self.job, len(trial.batches)
+        job, number = self.job, math.ceil(len(trial.samples) / self.job.batch)
         prompts = job.prompts[number * job.batch : (number + 1) * job.batch]
-        if not prompts or time.monotonic() >= self.deadline:
+        if not prompts or time.monotonic() >= deadline:
             return False
-        exact, exact_seconds = self._decode("exact", job.plan("exact", trial.gamma), number, prompts)
-        run = job.plan(trial.rule, trial.gamma)
-        samples, seconds = self._decode(trial.name, run, number, prompts, exact)
+        exact = self._decode("exact", job.plan("exact", trial.gamma), number, prompts)
+        samples = self._decode(trial.name, job.plan(trial.rule, trial.gamma), number, prompts, exact)
         for prompt, other, sample in zip(prompts, exact, samples, strict=True):
             trial.differences.append(round(job.measure.compare(prompt, other, sample), DIGITS))
         trial.samples += samples
         trial.exact += exact
-        tokens, exact_tokens = (sum(row["tokens"] for row in rows) for rows in (samples, exact))
-        trial.batches.append((tokens, seconds, exact_tokens, exact_seconds))
         return True
 
     def _decode(
@@ -284,19 +322,18 @@ class Tuning:
         number: int,
         prompts: Sequence[CalibrationPrompt],
         exact: Sequence[Row] | None = None,
-    ) -> tuple[list[Row], float]:
-        """Samples of a batch under a rule, and its seconds; from the folder if it has been decoded already."""
+    ) -> list[Row]:
+        """Samples of a batch under a rule; from the folder if it has been decoded already."""
         job, name = self.job, f"{name}-{number:05d}"
         file = self.folder.work / f"{name}.jsonl"
-        seal = self.folder.sealed(name, run.identity, PartSeal)
-        if seal is None:
+        if self.folder.sealed(name, run.identity, PartSeal) is None:
             start = number * job.batch
             seeds = [row_seed(0, start + i) for i in range(len(prompts))]
             texts = [prompt.prompt for prompt in prompts]
             answers, seconds = job.answerer.answer(texts, run.rule, run.gamma, job.max_new_tokens, seeds)
             write_rows(file, self._score(prompts, answers, exact))
-            seal = self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)
-        return list(read_rows(file, PartSample)), seal["seconds"]["total"]
+            self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)
+        return list(read_rows(file, PartSample))
 
     def _score(
         self, prompts: Sequence[CalibrationPrompt], answers: Sequence[Generation], exact: Sequence[Row] | None
@@ -310,17 +347,18 @@ class Tuning:
         scores |= dict(zip(others, scored, strict=True))
         return [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)]
 
-    def _measure_speeds(self, families: Families) -> list[Row]:
+    def _measure_speeds(self, families: Families) -> tuple[list[Row], str]:
         """Tokens/s on the prompts set aside (`speeds.Clock`), of the middle rule of each family among others.
 
-        If another γ takes another engine there is one γ.
+        None, and why, if they are not reliable. If another γ takes another engine there is one γ.
         """
         answerer = self.job.answerer
         gamma = self.job.config.gamma or (default_gamma(answerer.device) if answerer.one_gamma else None)
         if (seal := self.folder.sealed("speed", str(gamma), SpeedSeal)) is not None:
-            return list(seal["speeds"])
+            return list(seal["speeds"]), seal.get("busy", "")
         gammas = (gamma,) if gamma else GAMMAS.get(answerer.device, GAMMAS["cuda"])
-        clock = Clock(answerer, [group[0].prompt for group in self.job.aside], self.job.plan, self.job.max_new_tokens)
-        rows = clock.measure([rules[len(rules) // 2] for rules in families.values()], gammas)
-        self.folder.seal("speed", [], str(gamma), speeds=rows)
-        return rows
+        prompts = [group[0].prompt for group in self.job.aside]
+        middle = [rules[len(rules) // 2] for rules in families.values()]
+        rows, busy = Clock(answerer, self.job.plan, self.job.max_new_tokens).measure(prompts, middle, gammas)
+        seal = self.folder.seal("speed", [], str(gamma), speeds=[] if busy else rows, busy=busy)
+        return seal["speeds"], busy

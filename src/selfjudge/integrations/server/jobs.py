@@ -13,6 +13,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
 from selfjudge.integrations.shadow import Shadow
+from selfjudge.store.load import LoadWatch
 from selfjudge.types import Generation, Piece
 
 Failure = Literal["cancelled", "timeout", "shutdown", "error"]
@@ -53,6 +54,8 @@ class CompletionJob:
     key: int = 0
     """The number of the client's API key."""
     arrived: float = field(default_factory=time.perf_counter)
+    load: LoadWatch = field(default_factory=LoadWatch)
+    """Watches the machine from the beginning of its decoding on."""
     shadowed: bool = False
     """Whether it is decoded a second time, exactly."""
     over: bool = False

@@ -30,6 +30,7 @@ from selfjudge.integrations.server.rules import BatchKey, Rules
 from selfjudge.integrations.shadow import Shadow
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
+from selfjudge.store.load import LoadWatch
 from selfjudge.tune.monitor import watch
 from selfjudge.tune.recipe import Recipe
 
@@ -225,7 +226,7 @@ class Scheduler:
             LOG.exception("an answer could not be started")
             self._end(job, None, "error")
             return
-        active.jobs[answer] = job
+        active.jobs[answer], job.load = job, LoadWatch()
         with self._state:
             self._active[job.choice] = active
 

@@ -167,7 +167,9 @@ function showFigures(card, all) {
   };
   const drafted = other && meanLength(other) > 1; // against plain decoding m says nothing of the rule
   add(meanLength(card), 2, "tokens per pass (m)", drafted && meanLength(other));
-  add(rate(card), 0, "tokens/s", other && rate(other));
+  const busy = card.statistics?.busy || other?.statistics?.busy; // then one speed says nothing about the other
+  add(rate(card), 0, "tokens/s", other && !busy && rate(other));
+  if (card.statistics?.busy) parts.push(Object.assign(make("span", "", "machine busy"), { title: card.statistics.busy }));
   const judged = card.tokens.filter((token) => token.origin === "judge").length;
   if (!card.lossless && card.tokens.length) add((100 * judged) / card.tokens.length, 0, "% judged");
   if (card.parted > 0 && !card.lossless) parts.push(make("span", "", `same for ${card.parted} tokens`));
