@@ -238,6 +238,6 @@ def test_the_load_is_looked_at_once_an_answer(begin: Begin, monkeypatch: pytest.
     waiting = asked.load
     scheduler.submit(asked)
     scheduler.start()
-    assert len(last(updates).result.tokens) == 30
+    assert last(updates).result.cycles > 5
     assert asked.load is not waiting
     assert len(reads) == 2

@@ -20,6 +20,12 @@ from selfjudge.tune.speeds import Clock, Comparison, choose_gamma, count_accepte
 from selfjudge.tune.trials import find_exact_gamma
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else this machine does."""
+    monkeypatch.setattr(LoadWatch, "usage", property(lambda self: (9.0, 0.0, 0.0)))
+
+
 def plan(rule: str, gamma: int) -> RuleRun:
     return plan_runs([rule], [gamma], {}, ())[0]
 
@@ -137,7 +143,7 @@ def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
 
 def test_from_fewer_turns_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
-    monkeypatch.setattr("selfjudge.tune.speeds.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("selfjudge.tune.speeds.time", SimpleNamespace(monotonic=lambda: next(now)))
     found = compare(Drafting(), deadline=3)
     assert found.doubt == "the time was up after 3 of 4 turns: too few to compare speeds"
     assert found.compare("margin:1") is None

@@ -86,11 +86,15 @@ def evaluate(
     if as_json:
         print_json(summaries)
         return
+    _show(summaries)
+    typer.echo(explain("m", "γ", "judged"), err=True)
+    typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
+
+
+def _show(summaries: list[dict[str, Any]]) -> None:
     print_rows([_row(summary) for summary in summaries])
     if busy := next((summary["busy"] for summary in summaries if summary.get("busy")), ""):
         typer.echo(f"tokens/s marked busy: {busy}")
-    typer.echo(explain("m", "γ", "judged"), err=True)
-    typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 
 
 def _row(summary: dict[str, Any]) -> dict[str, Any]:
