@@ -15,11 +15,12 @@ from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.cycle import find_cycle
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import as_draft
-from selfjudge.types import Block
+from selfjudge.types import MAX_GAMMA, Block
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +62,20 @@ def cycles(
     *,
     kind: str = "auto",
     chunk: int = 96,
+    limits: Sequence[int] | Sequence[list[int]] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[list[Cycle]]:
-    """What each row got in each cycle, of γ as given; the first is the prefill, in chunks where the row is alone."""
+    """What each row got in each cycle, of γ as given; the first is the prefill, in chunks where the row is alone.
+
+    `limits` are the drafts of each row that are verified, the same ones in all cycles or those of each cycle. A row's
+    seed is its index unless seeds are given.
+    """
     engine, small = (
-        make_engine(target, features=as_draft(draft).features, kind=kind),
+        make_engine(target, hidden=rule.judge is not None, features=as_draft(draft).features, kind=kind),
         make_draft(draft, target, kind=kind),
     )
+    random = RandomNumbers(rule.sampling is not None, MAX_GAMMA, target.device)
+    random.enter(range(len(prompts)) if seeds is None else seeds)
     counts = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     width = int(counts.max())
     padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
@@ -80,9 +89,15 @@ def cycles(
     last = output.logits[:, -1].argmax(-1)
     small.enter(last)
     made: list[list[Cycle]] = [[([], [token])] for token in last.tolist()]
-    for gamma in gammas:
-        cycle = find_cycle(BatchEngines(engine, small), rule, gamma, trace=False, first=last)
-        packed, timer = cycle.run(None)
+    for number, gamma in enumerate(gammas):
+        verified = tokens = None
+        if limits is not None and gamma:
+            chosen = limits[number] if isinstance(limits[0], list) else limits
+            verified = [min(limit, gamma) for limit in chosen]  # type: ignore[union-attr, type-var]
+            needed = sum(verified) + len(verified)
+            tokens = (needed + 3) // 4 * 4 if engine.static else None  # few, so that captured cycles are used again
+        cycle = find_cycle(BatchEngines(engine, small), rule, gamma, trace=False, first=last, tokens=tokens)
+        packed, timer = cycle.run(random.next(gamma), verified)
         timer.seconds()
         last = cycle.last[:, 0].clone()
         outcome = packed.unpack()

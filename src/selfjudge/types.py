@@ -151,6 +151,8 @@ class Block:
     """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked; NaN where it could not say."""
     argmax: tuple[Tensor, Tensor] | None = None
     """[B, γ+1] the target's most likely token of each row, and whether the row has a NaN or +inf."""
+    limits: Tensor | None = None
+    """[B] how many drafts each row has, its first ones, 0 … γ; None where all rows have γ. Nothing beyond counts."""
 
     @property
     def gamma(self) -> int:
@@ -164,7 +166,7 @@ class Verdict:
     n_accepted: Tensor
     """[B] k: d_1 … d_k are accepted, d_{k+1} is the first that is rejected."""
     next_token: Tensor
-    """[B] the target's correction at k+1, or the bonus token where k = γ."""
+    """[B] the target's correction at k+1, or the bonus token where k is the number of drafts."""
     judged: Tensor
     """[B, γ] the draft was accepted although the alignment rule rejects it."""
     non_finite: Tensor

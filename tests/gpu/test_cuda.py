@@ -197,6 +197,23 @@ def test_a_head_on_the_engine_gives_the_tokens_of_the_reference_engine(rule: Acc
         assert fast == run(target, None, prompts, rule, gamma=0, **options)
 
 
+@pytest.mark.parametrize(
+    "rule", [Exact(), SpeculativeSampling(Sampling(0.9)), TopK(4), Margin(price=1.5), FLy(0.1, 1)], ids=lambda r: r.name
+)
+@pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
+def test_packed_cycles_give_the_tokens_of_the_reference_engine(rule: AcceptanceRule, draft_kind: str) -> None:
+    """Every row verifies another number of drafts in each cycle; few and many rows, captured cycles replayed."""
+    target = tiny_model(seed=1, hidden_size=64, head_dim=16, num_hidden_layers=5).to(CUDA)
+    draft = tiny_head(target) if draft_kind == "eagle3" else tiny_model(seed=2, hidden_size=64, head_dim=16).to(CUDA)
+    for rows in (4, 40):
+        prompts, random = prompts_of([3, 11, 1, 7] * (rows // 4)), torch.Generator().manual_seed(rows)
+        limits = [torch.randint(0, 5, (rows,), generator=random).tolist() for _ in range(5)] * 3
+        found, wanted = (
+            cycles(target, draft, prompts, [4] * 15, rule, kind=kind, limits=limits) for kind in ("cuda", "reference")
+        )
+        assert found == wanted
+
+
 def test_rows_that_finish_at_different_times() -> None:
     """Sixteen rows with different limits: the batch is halved again and again, answers stay the same."""
     target = tiny_model(seed=3, hidden_size=64, head_dim=16).to(CUDA)

@@ -289,6 +289,58 @@ def test_rows_come_and_go_while_gamma_changes() -> None:
     ]
 
 
+@pytest.fixture
+def random_limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let every row verify a random number of the drafts, another one in each cycle; returns those numbers."""
+    random, used, run_cycle, find = np.random.default_rng(0), [], Cycle.run, loop.find_cycle
+
+    def with_tokens(engines: BatchEngines, rule: AcceptanceRule, gamma: int, **options: object) -> Cycle:
+        rows = len(options["first"])  # type: ignore[arg-type]
+        tokens = rows + int(random.integers(rows * gamma + 1)) if gamma and engines.target.static else None
+        return find(engines, rule, gamma, tokens=tokens, **options)  # type: ignore[arg-type]
+
+    def limited(self: Cycle, uniforms: torch.Tensor | None) -> object:
+        if not self.gamma:
+            return run_cycle(self, uniforms)
+        limits = random.integers(0, self.gamma + 1, len(self.last))
+        while self.tokens is not None and limits.sum() + len(limits) > self.tokens:
+            limits[random.integers(len(limits))] = 0
+        used.extend(limits.tolist())
+        return run_cycle(self, uniforms, limits)
+
+    monkeypatch.setattr(Cycle, "run", limited)
+    monkeypatch.setattr(loop, "find_cycle", with_tokens)
+    return used
+
+
+@pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
+def test_limits_change_no_token_while_rows_come_and_go(draft_kind: str, random_limits: list[int]) -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=1)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
+    prompts, queue, counts = prompts_of([4, 19, 7, 1, 12, 90]), AdmissionQueue(3, 96), [20, 11, 30, 21, 26, 6]
+    engines = engines_of(target, draft if draft_kind == "layers" else tiny_head(target, draft_vocab_size=50))
+    tokens: dict[int, list[int]] = {}
+    origins: Counter[str] = Counter()
+    for number, step in enumerate(decode(engines, [Request(prompts[0], 20)], Exact(), gamma=4, queue=queue)):
+        for emission in step.emissions:
+            tokens.setdefault(emission.row, []).extend(emission.tokens)
+            origins.update(emission.origins)
+        for i in {0: [1, 2], 5: [3], 9: [4, 5]}.get(number, ()):
+            queue.put(Request(prompts[i], counts[i]))
+    assert [tokens[i] for i in range(6)] == [greedy(target, p, n) for p, n in zip(prompts, counts, strict=True)]
+    assert set(random_limits) == {0, 1, 2, 3, 4}
+    assert origins["draft"] > (5 if draft_kind == "layers" else 0)  # a random head is seldom right
+
+
+@pytest.mark.parametrize("rows", [1_500, pytest.param(6_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", [False, True], ids=["layers", "eagle3"])
+def test_limits_leave_the_distribution_alone(rows: int, head: bool, random_limits: list[int]) -> None:
+    assert _fit(SpeculativeSampling(Sampling(1.2, 0.9, 3)), rows, head=head) > 1e-3
+    assert {0, 1, 2} <= set(random_limits)
+
+
 def test_judged_tokens_are_traced_whatever_gamma_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "GammaController", _Wilful)
     target, draft = tiny_model(seed=1), tiny_model(seed=2)

@@ -21,19 +21,26 @@ from selfjudge.types import Gamma
 
 
 def capture_cycles(
-    engines: BatchEngines, rule: AcceptanceRule, rows: int, gammas: Iterable[int], *, trace: bool = False
+    engines: BatchEngines,
+    rule: AcceptanceRule,
+    rows: int,
+    gammas: Iterable[int],
+    *,
+    trace: bool = False,
+    tokens: int | None = None,
 ) -> list[Cycle]:
     """Capture the cycle of each γ for so many rows, unless it is there; return them in this order.
 
-    The caches must have room for the rows (`reserve`). With `trace` the cycles are those of a loop that traces.
+    The caches must have room for the rows (`reserve`). With `trace` the cycles are those of a loop that traces; with
+    `tokens`, those of limited rows.
     """
     cycles = []
     with _first_rows(engines.caches, rows):
         for gamma in gammas:
-            cycle = kept_cycle(engines, rule, gamma, trace=trace, rows=rows)
+            cycle = kept_cycle(engines, rule, gamma, trace=trace, rows=rows, tokens=tokens)
             if cycle is None:
                 first = torch.zeros(rows, dtype=torch.long, device=engines.target.device)
-                cycle = find_cycle(engines, rule, gamma, trace=trace, first=first)
+                cycle = find_cycle(engines, rule, gamma, trace=trace, first=first, tokens=tokens)
             if cycle.captured is None:
                 cycle.capture()
             cycles.append(cycle)

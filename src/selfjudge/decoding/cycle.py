@@ -25,6 +25,8 @@ from selfjudge.engine.draft import BatchEngines, Drafter
 from selfjudge.ops import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
+Limits = Sequence[int] | NDArray[np.int64] | Tensor
+"""[B] how many drafts of each row are verified."""
 CAPTURED_CYCLES = 64  # maximum cycles that an engine keeps: each holds its own outputs on the device
 
 
@@ -98,13 +100,30 @@ def _trace(block: Block, verdict: Verdict) -> list[Tensor]:
 class Cycle:
     """One cycle as four functions over fixed tensors, so that an engine can capture and replay them without Python."""
 
-    def __init__(self, engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor) -> None:
-        """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens."""
+    def __init__(
+        self,
+        engines: BatchEngines,
+        rule: AcceptanceRule,
+        gamma: int,
+        *,
+        trace: bool,
+        first: Tensor,
+        tokens: int | None = None,
+    ) -> None:
+        """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens.
+
+        `tokens` is for static engines: a cycle whose rows have limits is captured with this many tokens in all.
+        """
         self.target, self.draft = engines.target, engines.draft
         self.rule, self.gamma, self.trace = rule, gamma, trace
         self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
         """Decides whether to draft on; its argument computes the probabilities [B] of the newest drafts."""
         self.last = first[:, None].clone()
+        self.tokens = tokens
+        # until `limit` is called: as many as fit, so that the cycle can be captured before its first run
+        self.limits = torch.full_like(first, gamma if tokens is None else min(gamma, tokens // len(first) - 1))
+        """[B] drafts of each row that are verified, where rows are `limited`."""
+        self.limited = tokens is not None
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
         )
@@ -117,10 +136,19 @@ class Cycle:
         self.packed: Packed | None = None
 
     @torch.no_grad()
-    def run(self, uniforms: Tensor | None) -> tuple[Packed, PhaseTimer]:
-        """Start one cycle and return its outcome without waiting for it."""
+    def run(self, uniforms: Tensor | None, limits: Limits | None = None) -> tuple[Packed, PhaseTimer]:
+        """Start one cycle and return its outcome without waiting for it.
+
+        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are.
+        """
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
+        if limits is not None:
+            self.limit(limits)
+        elif self.tokens is not None:
+            raise ValueError("a cycle of a number of tokens needs limits")
+        else:
+            self.limited = False
         timer = PhaseTimer(self.target.device)
         if self.draft is not None:
             with timer("draft"):
@@ -152,6 +180,20 @@ class Cycle:
         # not read after a capture: later captures reuse this memory, most of the total for large batches
         self.draft_logits = self.output = self.block = None
 
+    def limit(self, limits: Limits) -> None:
+        """Verify only the first limits[b] drafts of each row in this cycle. Unless the engine is static, `draft_on` may
+        still change that."""
+        if self.target.static and self.tokens is None:
+            raise ValueError("a captured cycle takes limits only if it has a number of tokens")
+        values = torch.as_tensor(limits)
+        if not values.is_cuda:
+            if self.tokens is not None and int(values.sum()) + len(values) > self.tokens:
+                raise ValueError(f"the limits need more than the {self.tokens} tokens of this cycle")
+            if self.limits.is_cuda:
+                values = values.pin_memory()  # the copy does not wait for the cycles in flight
+        self.limits.copy_(values, non_blocking=True)
+        self.limited = True
+
     def propose(self) -> None:
         """Set the drafts [B, ≤ γ] of this cycle."""
         self.drafts, self.draft_logits = self.last[:, :0], None
@@ -182,12 +224,26 @@ class Cycle:
 
     def verify(self) -> None:
         """Run the target over the last token and the drafts."""
-        self.output = output = self.target.extend(torch.cat([self.last, self.drafts], 1))
+        tokens, limits = torch.cat([self.last, self.drafts], 1), self._limits()
+        if limits is None:
+            self.output = output = self.target.extend(tokens)
+        else:
+            self.output = output = self.target.extend_first(tokens, limits + 1, self.tokens)
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
+        argmax = argmax_checked(output.logits)
         self.block = Block(
-            self.drafts, output.logits, output.hidden, self.draft_logits, uniforms, argmax=argmax_checked(output.logits)
+            self.drafts, output.logits, output.hidden, self.draft_logits, uniforms, argmax=argmax, limits=limits
         )
+
+    def _limits(self) -> Tensor | None:
+        """[B] how many of the drafts of each row are verified; None where all of them are."""
+        if not self.limited:
+            return None
+        limits = self.limits.clamp(0, self.drafts.shape[1])  # drafting may have ended early
+        if not self.target.static and bool((limits == self.drafts.shape[1]).all()):
+            return None
+        return limits
 
     def judge(self) -> None:
         """Add the judge's scores to the block, where the rule has a judge and needs it."""
@@ -200,19 +256,26 @@ class Cycle:
         assert self.block is not None
         assert self.output is not None
         verdict = self.rule(self.block)
-        self.target.rewind(self.block.gamma - verdict.n_accepted)
+        verified = self.block.gamma if self.block.limits is None else self.block.limits
+        self.target.rewind(verified - verdict.n_accepted)
         self.last.copy_(verdict.next_token[:, None])
         if self.draft is not None:
             self.draft.accept(self.drafts, verdict, self.output.features)
         self.packed = Packed.pack(self.block, verdict, traced=self.trace)
 
 
-def find_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor) -> Cycle:
-    """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one."""
+def find_cycle(
+    engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor, tokens: int | None = None
+) -> Cycle:
+    """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one.
+
+    On static engines a cycle with `tokens` takes limits: the target's pass has this many tokens in all, limits[b] + 1
+    of row b, and padding. Other engines take limits in any cycle.
+    """
     trace = trace and gamma > 0 and not rule.lossless
     if not engines.target.static:
         return Cycle(engines, rule, gamma, trace=trace, first=first)
-    kept, key = engines.target.captured_cycles, _key(engines, rule, gamma, trace, len(first))
+    kept, key = engines.target.captured_cycles, _key(engines, rule, gamma, trace, len(first), tokens)
     if key in kept:
         cycle: Cycle = kept.pop(key)
         kept[key] = cycle  # least recently used first
@@ -220,25 +283,31 @@ def find_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace
         return cycle
     while len(kept) >= CAPTURED_CYCLES:
         kept.pop(next(iter(kept)))
-    cycle = kept[key] = Cycle(engines, rule, gamma, trace=trace, first=first)
+    cycle = kept[key] = Cycle(engines, rule, gamma, trace=trace, first=first, tokens=tokens)
     return cycle
 
 
-def is_captured(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int) -> bool:
-    """Whether a static engine has captured a cycle of this γ for this number of rows."""
-    cycle = kept_cycle(engines, rule, gamma, trace=trace, rows=rows)
+def is_captured(
+    engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int, tokens: int | None = None
+) -> bool:
+    """Whether a static engine has captured a cycle of this γ for this number of rows, and of `tokens`."""
+    cycle = kept_cycle(engines, rule, gamma, trace=trace, rows=rows, tokens=tokens)
     return cycle is not None and cycle.captured is not None
 
 
-def kept_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int) -> Cycle | None:
+def kept_cycle(
+    engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int, tokens: int | None = None
+) -> Cycle | None:
     """The cycle that a static engine keeps for this γ and number of rows, captured or about to be."""
     trace = trace and gamma > 0 and not rule.lossless
-    cycle: Cycle | None = engines.target.captured_cycles.get(_key(engines, rule, gamma, trace, rows))
+    cycle: Cycle | None = engines.target.captured_cycles.get(_key(engines, rule, gamma, trace, rows, tokens))
     return cycle
 
 
-def _key(engines: BatchEngines, rule: AcceptanceRule, gamma: int, trace: bool, rows: int) -> Hashable:
-    return rule, gamma, trace, rows, engines.draft, engines.draft and engines.draft.version
+def _key(
+    engines: BatchEngines, rule: AcceptanceRule, gamma: int, trace: bool, rows: int, tokens: int | None
+) -> Hashable:
+    return rule, gamma, trace, rows, tokens, engines.draft, engines.draft and engines.draft.version
 
 
 def _probabilities(logits: Tensor, tokens: Tensor) -> list[float]:

@@ -113,13 +113,18 @@ class AcceptanceRule:
         if self.reads_logits and (logits.is_cuda or bool(bad_rows.any())):  # on a GPU the copy is cheaper than asking
             logits = replace_non_finite(logits)
         aligned = self.aligned(block, logits, choice)
+        inside = _inside(block)
+        if inside is not None:
+            aligned, bad_rows = aligned & inside[:, 1:], bad_rows & inside
         non_finite, unusable = bad_rows.any(), bad_rows[:, :-1]
         if block.scores is not None:
             unusable = unusable | block.scores.isnan()
         elif block.hidden is not None:
             unusable = unusable | ~block.hidden[:, 1:].isfinite().all(-1)
         if block.hidden is not None or block.scores is not None:
-            non_finite = non_finite | unusable.any()
+            non_finite = non_finite | (unusable if inside is None else unusable & inside[:, 1:]).any()
+        if inside is not None:
+            unusable = unusable | ~inside[:, 1:]  # a draft that a row does not have is not aligned either: rejected
         accepted = self._accepted(block, logits[:, :-1], choice[:, :-1], aligned, unusable)
         judged = torch.zeros_like(aligned) if accepted is aligned else accepted & ~aligned
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first rejected draft
@@ -143,6 +148,14 @@ class AcceptanceRule:
                 f" not {str(accepted.dtype).removeprefix('torch.')} {list(accepted.shape)}"
             )
         return aligned if accepted is aligned else torch.where(alignment_only, aligned, accepted)
+
+
+def _inside(block: Block) -> Tensor | None:
+    """[B, γ+1] the rows of logits that a block with `limits` has, limits[b] + 1 of each; column i also says whether d_i
+    exists. None without limits."""
+    if block.limits is None:
+        return None
+    return torch.arange(block.gamma + 1, device=block.limits.device) <= block.limits[:, None]
 
 
 def _is_in(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
@@ -211,9 +224,9 @@ class SpeculativeSampling(AcceptanceRule):
         rows = torch.arange(len(n), device=n.device)
         p_n = p[rows, n]
         if block.gamma:
-            at = n.clamp_max(block.gamma - 1)
+            at, drafted = n.clamp_max(block.gamma - 1), block.gamma if block.limits is None else block.limits
             # the bonus row has no q; and where alignment accepts but the judge rejects, p itself is the correction
-            rejected = (n < block.gamma) & ~aligned[rows, at]
+            rejected = (n < drafted) & ~aligned[rows, at]
             q_n = q[rows, at] * rejected[:, None]
             residual = (p_n - q_n).clamp_min(0)  # norm(max(0, p − q))
             p_n = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_n)
@@ -413,7 +426,8 @@ class Judged(AcceptanceRule):
         drafts = block.draft_tokens
         if drafts.device.type != "cpu" or block.argmax is None or not isinstance(self.base, Exact):
             return False
-        return torch.equal(drafts, block.argmax[0][:, :-1])
+        choice, inside = block.argmax[0][:, :-1], _inside(block)
+        return torch.equal(drafts, choice) if inside is None else not ((drafts != choice) & inside[:, 1:]).any()
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         approved = self.approves(block)

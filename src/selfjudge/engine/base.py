@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor, device
 from transformers import PreTrainedModel
 
@@ -22,6 +23,16 @@ class Output:
     """[B, keep, H] the input of the LM head, where it was asked for."""
     features: Tensor | None = None
     """[B, T, F] inputs of the layers that were asked for, at all positions. Of a head: its states [B, keep, H]."""
+
+    def take(self, place: Tensor) -> Output:
+        """The outputs at places [B, T] among all tokens, as [B, T, …]."""
+
+        def taken(values: Tensor) -> Tensor:
+            flat = values.reshape(-1, values.shape[-1])
+            return flat.index_select(0, place.flatten()).view(*place.shape, -1)
+
+        hidden, features = (None if values is None else taken(values) for values in (self.hidden, self.features))
+        return Output(taken(self.logits), hidden, features)
 
 
 class RowCache(Protocol):
@@ -81,6 +92,16 @@ class Engine(RowCache):
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
         raise NotImplementedError
 
+    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
+        """Append the first counts[b] ≥ 1 tokens of each row of [B, T]; cells beyond them repeat the output of the last.
+
+        Where `total` ≥ Σ counts[b] is given, a static engine computes this many tokens; other engines ignore it.
+        """
+        most = int(counts.max())
+        output = self.extend(align_right(tokens[:, :most], counts), counts)
+        row, column = (torch.arange(n, device=tokens.device) for n in tokens.shape)
+        return output.take(row[:, None] * most + (column + (most - counts)[:, None]).clamp_max(most - 1))
+
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
         """`extend` for the prompts of a batch: only the last position is kept."""
         return self.extend(tokens, counts, keep=1)
@@ -111,6 +132,12 @@ class HeadEngine(Engine):
         The output has logits [B, keep, D] and, as features, the states [B, keep, H] for the entries that follow.
         """
         raise NotImplementedError
+
+
+def align_right(tokens: Tensor, counts: Tensor) -> Tensor:
+    """Move the first counts[b] tokens of each row of [B, T] to its end; those before them do not matter."""
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    return tokens.gather(1, (column - tokens.shape[1] + counts[:, None]).clamp_min(0))
 
 
 def shape_reason(model: PreTrainedModel) -> str | None:

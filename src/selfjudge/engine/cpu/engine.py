@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine, HeadEngine, Output, shape_reason
+from selfjudge.engine.base import Engine, HeadEngine, Output, align_right, shape_reason
 from selfjudge.engine.cpu.library import Pass, library
 from selfjudge.engine.cpu.weights import PackedHead, PackedWeights, packed_weights
 from selfjudge.models.device import give_back
@@ -57,6 +57,11 @@ def _compiler_reason() -> str | None:
     except (OSError, subprocess.SubprocessError) as error:
         return f"its kernel cannot be compiled here ({str(error).splitlines()[0]})"
     return None
+
+
+def _last_columns(used: list[int], width: int) -> list[tuple[int, int]]:
+    """Pairs (row, column) of the last used[b] columns of each row."""
+    return [(b, column) for b, count in enumerate(used) for column in range(width - count, width)]
 
 
 def _flat_index(cells: list[tuple[int, int]], width: int) -> Tensor:
@@ -111,10 +116,32 @@ class CpuEngine(Engine):
         logits, states, _, features = self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
         return Output(logits, states if self._want_hidden else None, features if len(self._features) else None)
 
+    @torch.inference_mode()
+    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
+        """One copy brings the outputs to their cells."""
+        width = tokens.shape[1]
+        logits, states, _, features = self._run_flat(align_right(tokens, counts), counts.tolist(), width)
+        place = (counts.cumsum(0) - counts)[:, None] + torch.minimum(torch.arange(width), counts[:, None] - 1)
+        hidden = states if self._want_hidden else None
+        return Output(logits, hidden, features if len(self._features) else None).take(place)
+
     def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, states_in: Tensor | None = None) -> _Buffers:
-        """Append tokens [B, T], in passes of at most CHUNK; `states_in` [B, T, F] are what a head reads with them."""
+        """Append tokens [B, T], of row b the last counts[b]; `states_in` [B, T, F] are what a head reads with them."""
         batch, width = tokens.shape
         used = [width] * batch if counts is None else counts.tolist()
+        logits, states, residual, features = self._run_flat(tokens, used, keep, states_in)
+        if len(self._features) and len(features) < batch * width:
+            everywhere = torch.zeros(batch * width, features.shape[1])
+            features = everywhere.index_copy_(0, _flat_index(_last_columns(used, width), width), features)
+        logits, states, residual = (buffer.view(batch, keep, buffer.shape[1]) for buffer in (logits, states, residual))
+        return logits, states, residual, features.view(batch, width, features.shape[1])
+
+    def _run_flat(self, tokens: Tensor, used: list[int], keep: int, states_in: Tensor | None = None) -> _Buffers:
+        """Append the last used[b] tokens of each row, in passes of at most CHUNK; outputs are not yet by row.
+
+        They follow one another; those of the last `keep` columns have room for B · `keep`, which they may not fill.
+        """
+        batch, width = tokens.shape
         self.lengths = self.lengths or [0] * batch
         lengths = [n + c for n, c in zip(self.lengths, used, strict=True)]
         hidden, taps = self._packed.model.hidden, len(self._features)
@@ -122,7 +149,7 @@ class CpuEngine(Engine):
         ids = tokens.clamp(0, self._embeddings - 1).tolist()
         logits = torch.empty(batch * keep, self._packed.model.head.rows)
         states, residual = torch.empty(2, batch * keep, hidden)
-        flat = [(b, column) for b in range(batch) for column in range(width - used[b], width)]
+        flat = _last_columns(used, width)
         features = torch.empty(len(flat), taps * hidden)
         all_columns = len(flat) == batch * width
         if states_in is not None:
@@ -137,10 +164,7 @@ class CpuEngine(Engine):
             self._pass(cells, wanted, into, None if states_in is None else states_in[start:])
             written += len(wanted)
         self.lengths = lengths
-        if taps and not all_columns:
-            features = torch.zeros(batch * width, taps * hidden).index_copy_(0, _flat_index(flat, width), features)
-        logits, states, residual = (buffer.view(batch, keep, buffer.shape[1]) for buffer in (logits, states, residual))
-        return logits, states, residual, features.view(batch, width, taps * hidden)
+        return logits, states, residual, features
 
     def _pass(
         self, cells: list[tuple[int, int, int]], outputs: list[int], into: _Buffers, states_in: Tensor | None

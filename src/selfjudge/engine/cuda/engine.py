@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Engine, HeadEngine, Output, shape_reason
-from selfjudge.engine.cuda.kernels_torch import Kernels
+from selfjudge.engine.cuda.kernels_torch import Kernels, Packing
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.tokens import context_window
@@ -256,6 +256,22 @@ class CudaEngine(Engine):
         self.lengths.add_(width if counts is None else counts)
         return output
 
+    @torch.no_grad()
+    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
+        """With `total` below B · T, only attention and the cache know of rows: all else runs over `total` tokens."""
+        batch, width = tokens.shape
+        if total is None or total >= batch * width:
+            output = self.extend(tokens)
+            self.rewind(width - counts)
+            return output
+        packing, kernels = Packing.of(counts, width, total), self._kernels
+        chosen, before = tokens[packing.row, packing.column, None], self.lengths[packing.row] + packing.column
+        x, slot, position = kernels.begin(chosen, packing.valid, before, self.slots, self.weights.embedding)
+        features = x.new_empty(total, 1, len(self._features) * x.shape[2]) if self._features else None
+        output = self._forward(x, slot, position, slice(0, batch), 1, features, packing)
+        self.lengths.add_(counts)
+        return output.take(packing.place)
+
     def aside(self) -> Self:
         if self._asides:
             return self._asides.pop()
@@ -293,7 +309,14 @@ class CudaEngine(Engine):
         return Output(torch.cat([o.logits for o in outputs]), hidden, features)
 
     def _forward(
-        self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int, features: Tensor | None
+        self,
+        x: Tensor,
+        slot: Tensor,
+        position: Tensor,
+        rows: slice,
+        keep: int,
+        features: Tensor | None,
+        packing: Packing | None = None,
     ) -> Output:
         """Run embedded tokens [B, T, H] through all layers, whose inputs go into `features` where they are wanted.
 
@@ -310,8 +333,8 @@ class CudaEngine(Engine):
                 if features is not None and wanted == i:
                     features[:, :, n * x.shape[1] : (n + 1) * x.shape[1]] = x.view(batch, width, -1)
             mixed = kernels.product(normed, qkv, bias)
-            q = kernels.rotate(mixed, self._rotary, (slot, position), (keys, values), w.heads)
-            parts = kernels.add(x, kernels.attention(q, keys, values, position), out, out_bias)
+            q = kernels.rotate(mixed, self._rotary, (slot, position), (keys, values), w.heads, packing)
+            parts = kernels.add(x, kernels.attention(q, keys, values, position, packing), out, out_bias)
             parts = kernels.add(x, kernels.gated(kernels.norm(x, parts, mlp_norm, w.epsilon), gate_up), down, None)
         y = kernels.norm(x, parts, w.norm, w.epsilon).view(batch, width, -1)[:, width - keep :]
         logits = F.linear(y.reshape(batch * keep, -1), w.head)

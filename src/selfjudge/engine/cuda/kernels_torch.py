@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +11,38 @@ from torch import Tensor
 TensorPair = tuple[Tensor, Tensor]
 
 
+class Packing(NamedTuple):
+    """Where the tokens of a packed pass are: N places hold the tokens of B rows one after another, then padding.
+
+    All of it is computed on the device, so that a captured pass takes any counts whose sum is at most N.
+    """
+
+    row: Tensor
+    """[N] the row of each place; padding has the last row."""
+    column: Tensor
+    """[N] the column of each place in its row."""
+    valid: Tensor
+    """[N] 1, or 0 for padding."""
+    place: Tensor
+    """[B, T] the place of each cell; cells beyond a row's tokens have that of its last token."""
+    start: Tensor
+    """[B+1] the first place of each row, and the end of the last row."""
+
+    @classmethod
+    def of(cls, counts: Tensor, width: int, total: int) -> Self:
+        """Pack the first counts[b] of `width` tokens of each row into `total` places."""
+        start = F.pad(counts.cumsum(0), (1, 0))
+        places, columns = (torch.arange(n, device=counts.device) for n in (total, width))
+        row = (torch.searchsorted(start, places, right=True) - 1).clamp_max(len(counts) - 1)
+        column = (places - start[row]).clamp_max(width - 1)
+        place = start[:-1, None] + torch.minimum(columns, counts[:, None] - 1)
+        return cls(row, column, (places < start[-1]).long(), place, start)
+
+
 class Kernels:
     """The steps of a pass as torch operations.
 
+    In a packed pass, the M tokens are those of the `packing`, as rows of T = 1; the cache still has B rows.
     A product may come as parts [S, M, N]; the step that reads it adds them up.
     """
 
@@ -46,7 +77,15 @@ class Kernels:
             x.add_(bias)
         return None
 
-    def rotate(self, qkv: Tensor, rotary: TensorPair, at: TensorPair, cache: TensorPair, heads: int) -> Tensor:
+    def rotate(
+        self,
+        qkv: Tensor,
+        rotary: TensorPair,
+        at: TensorPair,
+        cache: TensorPair,
+        heads: int,
+        packing: Packing | None = None,
+    ) -> Tensor:
         """Rotate queries and keys of [S, M, (Hq+2Hk)·D], cache keys and values; return queries [B, T, Hq, D].
 
         `rotary` is cosine and sine by position, `at` slot and position [B, T], `cache` keys and values.
@@ -61,13 +100,22 @@ class Kernels:
             a, b = t.float().chunk(2, -1)
             return (t.float() * c + torch.cat([-b, a], -1) * s).to(t.dtype)
 
+        if packing is not None:
+            keys[packing.row, :, slot[:, 0]] = rotated(k)[:, 0]
+            values[packing.row, :, slot[:, 0]] = v[:, 0]
+            return rotated(q)
         index = slot[:, None, :, None].expand(batch, kv, width, dim)
         keys.scatter_(2, index, rotated(k).transpose(1, 2))
         values.scatter_(2, index, v.transpose(1, 2))
         return rotated(q)
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    def attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor, packing: Packing | None = None
+    ) -> Tensor:
         """[B, T, Hq, D] against the slots up to each query's position → [B·T, Hq·D]"""
+        if packing is not None:
+            grid = self.attention(q[packing.place, 0], keys, values, position[packing.place, 0])
+            return grid.view(*packing.place.shape, -1)[packing.row, packing.column]
         seen = torch.arange(keys.shape[2], device=q.device) <= position[:, None, :, None]
         mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
         return mixed.transpose(1, 2).reshape(q.shape[0] * q.shape[1], -1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfjudge.engine.cuda.kernels_torch import Kernels, TensorPair
+from selfjudge.engine.cuda.kernels_torch import Kernels, Packing, TensorPair
 
 FEW = 32  # rows of a split product; larger products are compute-bound and go to torch
 SHARED_BYTES = 160 << 10  # shared memory that a split product may need; with less, torch does all products
@@ -129,8 +129,8 @@ def _gated(
 
 @triton.jit
 def _rotate(
-    qkv_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, q_ptr, k_ptr, v_ptr, width, slots, heads, kv, step,
-    PARTS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, row_ptr, q_ptr, k_ptr, v_ptr, width, slots, heads, kv, step,
+    PARTS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -146,7 +146,7 @@ def _rotate(
         a += tl.load(source + i * step + at).to(tl.float32)
         b += tl.load(source + i * step + half + at).to(tl.float32)
     a, b = a.to(q_ptr.dtype.element_ty), b.to(q_ptr.dtype.element_ty)
-    row = token // width
+    row = tl.load(row_ptr + token) if PACKED else token // width
     slot = tl.load(slot_ptr + token)
     if head < heads + kv:
         position = tl.load(position_ptr + token)
@@ -170,12 +170,13 @@ def _rotate(
 
 @triton.jit
 def _attention(
-    q_ptr, k_ptr, v_ptr, position_ptr, out_ptr, part_ptr, scale, width, slots, heads, kv, blocks,
+    q_ptr, k_ptr, v_ptr, position_ptr, start_ptr, out_ptr, part_ptr, scale, width, slots, heads, kv, blocks,
     GROUP: tl.constexpr, TOGETHER: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: QUERIES tokens times TOGETHER heads of one row against a share of its keys, online softmax.
 
+    PACKED rows have their own numbers of tokens and follow one another, from start_ptr[row] on.
     With SPLITS > 1 it writes the unnormalised sum, the mass and the maximum of its share for `_combine`.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -184,13 +185,15 @@ def _attention(
     index = tl.arange(0, ROWS)
     token = (tl.program_id(2) % blocks) * QUERIES + index // TOGETHER
     head = first_head + index % TOGETHER
-    real = (index < QUERIES * TOGETHER) & (token < width)
     d = tl.arange(0, DIM)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    position = tl.load(position_ptr + row * width + token, mask=real, other=-1)
-    line = (row * width + token) * heads + head
+    first = tl.load(start_ptr + row) if PACKED else row * width
+    count = tl.load(start_ptr + row + 1) - first if PACKED else width
+    real = (index < QUERIES * TOGETHER) & (token < count)
+    position = tl.load(position_ptr + first + token, mask=real, other=-1)
+    line = (first + token) * heads + head
     q = tl.load(q_ptr + line[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
     base = (row * kv + first_head // GROUP) * slots * DIM
     most = tl.full([ROWS], -1.0e30, tl.float32)
@@ -339,20 +342,34 @@ class TritonKernels(Kernels):
         )  # fmt: skip
         return y
 
-    def rotate(self, qkv: Tensor, rotary: TensorPair, at: TensorPair, cache: TensorPair, heads: int) -> Tensor:
+    def rotate(
+        self,
+        qkv: Tensor,
+        rotary: TensorPair,
+        at: TensorPair,
+        cache: TensorPair,
+        heads: int,
+        packing: Packing | None = None,
+    ) -> Tensor:
         (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape
         kv, slots, dim = keys.shape[1:]
         q = torch.empty(batch, width, heads, dim, dtype=keys.dtype, device=qkv.device)
         _rotate[(batch * width, heads + 2 * kv)](
-            qkv, cosine, sine, slot.contiguous(), position.contiguous(), q, keys, values,
-            width, slots, heads, kv, qkv[0].numel(), PARTS=len(qkv), DIM=dim, num_warps=1,
-            **self._launch(batch * width),
+            qkv, cosine, sine, slot.contiguous(), position.contiguous(), slot if packing is None else packing.row,
+            q, keys, values, width, slots, heads, kv, qkv[0].numel(), PARTS=len(qkv), DIM=dim,
+            PACKED=packing is not None, num_warps=1, **self._launch(batch * width),
         )  # fmt: skip
         return q
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    def attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor, packing: Packing | None = None
+    ) -> Tensor:
+        """What padding of a packed pass gets is undefined: nothing reads it but padding."""
         batch, width, heads, dim = q.shape
+        tokens = batch * width
+        if packing is not None:
+            batch, width = packing.place.shape
         kv, slots = keys.shape[1:3]
         group = heads // kv
         # many rows: the heads of a key-value head share one reading of its keys; few rows: a program for each head, and
@@ -363,16 +380,15 @@ class TritonKernels(Kernels):
         programs = batch * (heads // together) * blocks
         exact = q.dtype == torch.float32
         splits = min(16, triton.next_power_of_2(max(1, PROCESSORS // programs)), triton.next_power_of_2(slots // 32))
-        out = torch.empty(batch * width, heads * dim, dtype=q.dtype, device=q.device)
-        parts = out if splits == 1 else q.new_empty((batch * width * heads, splits, dim + 2), dtype=torch.float32)
+        out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
+        parts = out if splits == 1 else q.new_empty((tokens * heads, splits, dim + 2), dtype=torch.float32)
         _attention[(batch, heads // together, blocks * splits)](
-            q, keys, values, position.contiguous(), out, parts, dim**-0.5, width, slots, heads, kv, blocks,
+            q, keys, values, position.contiguous(), position if packing is None else packing.start, out, parts,
+            dim**-0.5, width, slots, heads, kv, blocks,
             GROUP=group, TOGETHER=together, QUERIES=queries, ROWS=max(16, triton.next_power_of_2(queries * together)),
             DIM=dim, BLOCK=32 if exact or splits > 1 else 64, SPLITS=splits, EXACT=exact,
-            num_warps=2 if splits > 1 else 4, num_stages=2, **self._launch(batch * width),
+            PACKED=packing is not None, num_warps=2 if splits > 1 else 4, num_stages=2, **self._launch(tokens),
         )  # fmt: skip
         if splits > 1:
-            _combine[(batch * width * heads,)](
-                parts, out, SPLITS=splits, DIM=dim, num_warps=1, **self._launch(batch * width)
-            )
+            _combine[(tokens * heads,)](parts, out, SPLITS=splits, DIM=dim, num_warps=1, **self._launch(tokens))
         return out
