@@ -22,13 +22,14 @@ from transformers import AutoTokenizer
 from conftest import tiny_model
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
+from warm import Process
 
 WINDOW = 4096
 
 
 @dataclass
 class Server:
-    process: subprocess.Popen[str]
+    process: Process | subprocess.Popen[str]
     port: int
     log: list[str]
 
@@ -81,9 +82,10 @@ def servers() -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
     def begin(*arguments: str, threads: int = 1, **environment: str) -> Server:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "selfjudge", "serve", "--port", "0", *arguments],
-            stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads), **environment},
+        words = ["serve", "--port", "0", *arguments]
+        process = Process(words, **environment) if threads == 1 else subprocess.Popen(
+            [sys.executable, "-m", "selfjudge", *words], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), **environment},
         )  # fmt: skip
         log: list[str] = []
         assert process.stderr is not None

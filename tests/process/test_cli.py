@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from selfjudge.cli import main as cli
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.store.load import LoadWatch
+from warm import Process
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -183,10 +185,9 @@ def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_pat
         "distill", "--target", checkpoints["target"], "--out", str(out), "--prompts", f"{prompts}:12x3", "--layers", "1",
         "--width", "64", "--max-new-tokens", "8", "--held-out", "3", "--batch-tokens", "128",
     ]  # fmt: skip
-    child = subprocess.Popen([sys.executable, "-m", "selfjudge", *command, "--minutes", "9"], stderr=subprocess.PIPE)
-    assert child.stderr is not None
+    child = Process([*command, "--minutes", "9"])
     for line in child.stderr:
-        if line.startswith(b"training"):
+        if line.startswith("training"):
             child.kill()
             break
     assert child.wait() == -9
@@ -291,15 +292,12 @@ def test_non_finite_states_are_said_once(run, checkpoints: dict[str, str], tmp_p
         broken.get_output_embeddings().weight[7] = -3e38 * states.sum(0).sign()
     broken.save_pretrained(tmp_path / "broken")
     AutoTokenizer.from_pretrained(checkpoints["target"]).save_pretrained(tmp_path / "broken")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "selfjudge", "generate", "w1 w2", "--target", str(tmp_path / "broken"),
-            "--draft", checkpoints["draft"], "--json",
-        ],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert json.loads(done.stdout)["token_ids"]
-    assert done.stderr.count("non-finite") == 1
+    words = ["generate", "w1 w2", "--target", str(tmp_path / "broken"), "--draft", checkpoints["draft"], "--json"]
+    process = Process(words, stdout=tmp_path / "said")
+    said = process.stderr.read()
+    assert process.wait() == 0, said
+    assert json.loads((tmp_path / "said").read_text())["token_ids"]
+    assert said.count("non-finite") == 1
 
 
 def test_warnings_name_options(run, pair: list[str], tmp_path: Path) -> None:
@@ -408,6 +406,10 @@ def test_ls_runs(run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["cli", "formats"])
-def test_a_reference_page_is_what_the_program_says(page: str) -> None:
-    done = subprocess.run([sys.executable, DOCS / f"make_{page}.py"], capture_output=True, text=True, check=True)
-    assert (DOCS / f"{page}.md").read_text() == done.stdout, "run: make docs"
+def test_a_reference_page_is_what_the_program_says(
+    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("COLUMNS", "TERM", "NO_COLOR"):  # the script sets them: afterwards they are as before
+        monkeypatch.setenv(name, "")
+    runpy.run_path(str(DOCS / f"make_{page}.py"), run_name="__main__")
+    assert (DOCS / f"{page}.md").read_text() == capsys.readouterr().out, "run: make docs"

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +29,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import PromptRecord, Source
 from selfjudge.store import read_json, read_rows
 from selfjudge.train.pipeline import train_judge
+from warm import Process
 
 TIMED = ("seconds", "tokens_per_second", "busy")
 
@@ -63,12 +60,10 @@ def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
     whole = runner.invoke(app, [*command(checkpoints, few, tmp_path / "whole"), "--json"])
     assert whole.exit_code == 0, whole.output
     torn = tmp_path / "torn"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "selfjudge", *command(checkpoints, few, torn)], stderr=subprocess.DEVNULL
-    )
+    process = Process(command(checkpoints, few, torn))
     while not list(torn.rglob("part-00003.jsonl")) and process.poll() is None:
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     assert not (torn / "file:mine" / "topk:3-g3" / "summary.json").exists()
     again = runner.invoke(app, command(checkpoints, few, torn))
@@ -134,6 +129,14 @@ def test_names_stand_between_commas_or_are_given_one_by_one() -> None:
     assert found[0].choose_preset().calibrate_prompts == 7
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rough intervals and no figures of judges: what a whole reproduction spends most of its time on."""
+    monkeypatch.setattr("selfjudge.evaluate.compare.RESAMPLES", 50)
+    monkeypatch.setattr("selfjudge.train.card.draw", lambda file, *_: file.write_bytes(b"figure"))
+
+
+@pytest.mark.usefixtures("short")
 def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
     tiny_pair: Pair, asked: Path, tmp_path: Path
 ) -> None:
@@ -205,6 +208,7 @@ def _refusing(train: Any, name: str) -> Any:
     return trained
 
 
+@pytest.mark.usefixtures("short")
 def test_the_released_method_stands_beside_the_printed_one(tiny_pair: Pair, asked: Path, tmp_path: Path) -> None:
     here = (f"file:{asked}",)
     config = ReproduceConfig("released", prompts=here, tasks=here, limit=3, max_new_tokens=30, batch=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder
+from warm import Process
 
 
 @pytest.mark.slow
@@ -27,22 +27,22 @@ def test_killed_and_resumed_the_command_ends_in_the_same_bytes(checkpoints: dict
 
     def command(out: str, *more: str) -> list[str]:
         return [
-            sys.executable, "-m", "selfjudge", "label", "--target", checkpoints["target"], "--draft",
-            checkpoints["draft"], "--prompts", str(asked), "--tau", "-8", "--max-new-tokens", "24", "--out",
-            str(tmp_path / out), "--device", "cpu", *more,
+            "label", "--target", checkpoints["target"], "--draft", checkpoints["draft"], "--prompts", str(asked),
+            "--tau", "-8", "--max-new-tokens", "24", "--out", str(tmp_path / out), "--device", "cpu", *more,
         ]  # fmt: skip
 
     for name, seal in (("early", "work/responses-00000.json"), ("late", "work/labels-00000.json")):
-        running = subprocess.Popen(command(name), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        running = Process(command(name))
         limit = time.monotonic() + 120
         while not (tmp_path / name / seal).is_file():
             assert running.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < limit
             time.sleep(0.005)
-        running.send_signal(signal.SIGKILL)
+        running.kill()
         running.wait()
         assert not (tmp_path / name / "manifest.json").is_file()
-    done = subprocess.run(command("early", "--resume"), check=True, capture_output=True, text=True)
+    words = [sys.executable, "-m", "selfjudge", *command("early", "--resume")]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
     assert "labels from 150 prompts" in done.stdout
     label_pair(pair, tmp_path / "late", config, resume=True)
     for name in ("early", "late"):
