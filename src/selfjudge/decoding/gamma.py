@@ -1,29 +1,27 @@
-"""γ = auto: chosen by measured cycle times and by how many drafts are accepted.
+"""γ = auto: chosen by what cycles cost on this machine and by how many drafts are accepted.
 
-All figures come from cycles that decode anyway; only a few cycles run with another γ in order to measure it.
-`PairStatistics` outlives batches: seconds by rows and drafts, and acceptance under each rule. A `GammaController`
-chooses for one batch: before each cycle the maximum number of drafts (0: plain decoding), and during it, on engines
-that run from Python, whether one more draft is worth its time. Choices depend on the clock, on earlier cycles and on
-the draft's own probabilities, never on what the target says of this block: lossless rules stay lossless.
+Costs are measured once (`costs.py`); acceptance is counted while decoding. `PairStatistics` outlives batches. A
+`GammaController` chooses for one batch: before each cycle the maximum number of drafts (0: plain decoding), and during
+it, on engines that run from Python, whether one more draft is worth its time. Choices depend on costs, on earlier cycles
+and on the draft's own probabilities, never on what the target says of this block: lossless rules stay lossless.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
-from statistics import median, median_low
 
 import numpy as np
 from numpy.typing import NDArray
 
+from selfjudge.decoding.costs import SLOPE, CostTable
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.draft import BACKLOG
 from selfjudge.types import MAX_GAMMA
 
 MAX_AUTO_GAMMA = 10  # maximum drafts of a cycle on engines that can stop drafting after each one
-STATIC_CHOICES = (1, 2, 3, 5, 8)  # static engines capture one graph for each γ, so there are few
+STATIC_CHOICES = (1, 2, 3, 4, 5, 6, 8)  # static engines capture one graph for each γ, so there are few
 DECAY = 0.97  # weight of the counts so far when the next cycle is counted
 SHORT_DECAY = 0.94  # the same for speed: drafting ends soon after it begins to lose
 LONG_DECAY = 0.995  # the same for the records that the next batches begin with
@@ -31,83 +29,7 @@ MARGIN = 1.02  # a choice replaces another if it is faster by this factor
 PROBE_BUDGET = 0.02  # share of the time that probes may lose
 PROBE_CYCLES = 4  # cycles of a probe: drafting although plain decoding seems faster
 MAX_CREDIT_CYCLES = 3 * PROBE_CYCLES  # maximum credit for probes, in plain cycles
-PLAIN_INTERVAL = 96  # maximum cycles with drafts before plain decoding is timed again
-MAX_CAPTURE_SECONDS = 0.5  # longer captures count as this: the first ones compile kernels, too
-SLOPE = 0.1  # initial guess, as a share of a pass: the cost of one more token, and of a draft step
-
-
-class Costs:
-    """Seconds of cycles by rows and drafts: medians of the latest, interpolated where nothing was timed."""
-
-    def __init__(self) -> None:
-        self._latest: dict[tuple[int, int | None], deque[float]] = defaultdict(lambda: deque(maxlen=7))
-        self._draft_seconds: dict[int, float] = {}  # rows → one draft step; in `_latest` under (rows, None)
-        self._pass_seconds: dict[tuple[int, int], float] = {}  # rows, drafts → all other phases of a cycle
-
-    def observe(self, rows: int, drafts: int, seconds: Mapping[str, float], *, behind: bool = False) -> None:
-        """Count a cycle. If the draft model had to catch up (`behind`), its time is not counted."""
-        if drafts and not behind:
-            self._draft_seconds[rows] = self._median((rows, None), seconds["draft"] / drafts)
-        rest = sum(spent for phase, spent in seconds.items() if phase != "draft")
-        self._pass_seconds[rows, drafts] = self._median((rows, drafts), rest)
-
-    def _median(self, key: tuple[int, int | None], value: float) -> float:
-        """The median of the latest values: it ignores single ones that other load on the machine made slow."""
-        self._latest[key].append(value)
-        return median_low(self._latest[key])  # of two values, the faster
-
-    def knows_plain(self, rows: int) -> bool:
-        """Whether plain decoding was timed at least twice with about as many rows."""
-        return any(d == 0 and _is_near(b, rows) and len(self._latest[b, d]) > 1 for b, d in self._pass_seconds)
-
-    def table(self, rows: int, most: int) -> list[float]:
-        """Seconds of cycles of 0 … `most` drafts, rising: where a pass took longer than one over more tokens, the
-        machine was busy, and the shorter time counts."""
-        step, passes = self._estimate_draft(rows), [self._estimate_pass(rows, drafts) for drafts in range(most + 1)]
-        least = [*accumulate(reversed(passes), min)][::-1]
-        return [seconds + drafts * step for drafts, seconds in enumerate(least)]
-
-    def plain_seconds(self, rows: int) -> float:
-        """Seconds of a cycle without drafts."""
-        return min([self._estimate_pass(rows, 0), *(s for (b, _), s in self._pass_seconds.items() if b == rows)])
-
-    def _estimate_draft(self, rows: int) -> float:
-        if not self._draft_seconds:
-            return SLOPE * self._estimate_pass(rows, 0)
-        return self._draft_seconds[rows] if rows in self._draft_seconds else _interpolate(self._draft_seconds, rows)
-
-    def _estimate_pass(self, rows: int, drafts: int) -> float:
-        """The measured seconds; else an estimate from about as many rows, from other γ, or from as many tokens."""
-        known = self._pass_seconds
-        if (rows, drafts) in known:
-            return known[rows, drafts]
-        if not known:
-            return 1.0 + SLOPE * drafts
-        if near := [b for b, d in known if d == drafts and _is_near(b, rows)]:
-            other = min(near, key=lambda b: abs(b - rows))
-            ratios = [known[rows, d] / known[other, d] for b, d in known if b == rows and (other, d) in known]
-            return known[other, drafts] * (median(ratios) if ratios else 1 + SLOPE * (rows / other - 1))
-        same = {d + 1: s for (b, d), s in known.items() if b == rows}
-        if len(same) > 1 or len(same) == len(known):
-            return _interpolate(same, drafts + 1)
-        return _interpolate({b * (d + 1): s for (b, d), s in known.items()}, rows * (drafts + 1))
-
-
-def _is_near(a: int, b: int) -> bool:
-    """Whether the larger of two numbers is at most 3/2 of the smaller."""
-    return 2 * max(a, b) <= 3 * min(a, b)
-
-
-def _interpolate(points: Mapping[int, float], x: int) -> float:
-    """Interpolate between the two points around x, or extrapolate from the nearest two; from one point, by `SLOPE`."""
-    known = sorted(points.items())
-    if len(known) == 1:
-        ((x0, y0),) = known
-        return y0 * (1 + SLOPE * (x / x0 - 1))
-    right = min(max(1, sum(x0 < x for x0, _ in known)), len(known) - 1)
-    (x0, y0), (x1, y1) = known[right - 1 : right + 1]
-    slope = max(0.0, (y1 - y0) / (x1 - x0))
-    return max(y0 + slope * (x - x0), 0.2 * min(y0, y1))
+CANDIDATE = 0.9  # a γ of at least this share of the best expected speed is captured before it is needed
 
 
 class Acceptance:
@@ -188,21 +110,16 @@ class DraftRecord:
     acceptance: Acceptance = field(default_factory=Acceptance)
     credit: float = float("nan")
     """Seconds that probes may lose; NaN before the first batch."""
-    since_plain: int = 0
-    """Cycles with drafts since plain decoding was timed."""
-    uncaptured_seconds: float = 0.0
-    """Seconds of cycles without a captured plain cycle: once they are many, a static engine captures it. They outlive
-    batches, so that many short answers together pay for a capture."""
     lost_seconds: float = 0.0
     """Seconds lost because the best γ was not captured; once they exceed the cost of a capture, it is."""
 
 
 @dataclass
 class PairStatistics:
-    """What all batches of two engines and their models have measured."""
+    """What all batches of two engines and their models know."""
 
-    costs: Costs = field(default_factory=Costs)
-    capture_seconds: float = 0.0
+    costs: CostTable = field(default_factory=CostTable)
+    capture_seconds: float = 0.05
     """Seconds that the latest graph capture took."""
     calibrations: dict[str, Calibration] = field(default_factory=dict)
     """Calibration of the draft's probabilities under each rule."""
@@ -211,7 +128,7 @@ class PairStatistics:
 
 
 class GammaController:
-    """Chooses γ for the cycles of one batch."""
+    """Chooses γ for the cycles of one batch. Times are those of the table, never of the clock."""
 
     def __init__(self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False) -> None:
         """On `static` engines a cycle cannot stop drafting early."""
@@ -241,14 +158,10 @@ class GammaController:
         self._draft_probabilities = []
         if self._prefers_plain and not self._probes_left and self._record.credit < self._credit_needed:
             return 0  # nothing but the credit has changed since the last decision
-        self._table = self.statistics.costs.table(rows, self.max_gamma)
-        self._shares = self.acceptance.shares(self.max_gamma)
-        self._p_accepted = np.ones(rows)
+        self._estimate()
         if self._probes_left:
             self._probes_left -= 1
             return self._choose_drafts()
-        if self._must_time_plain():
-            return 0
         speed = self._speed(self._choose_drafts()) * self._table[0]  # in units of plain decoding
         self._prefers_plain = speed * MARGIN < 1 if not self._prefers_plain else speed < MARGIN
         if not self._prefers_plain:
@@ -260,6 +173,14 @@ class GammaController:
         self.acceptance.fade(0.25)  # old counts led to plain decoding: let the probe weigh more
         self._tokens, self._seconds = 0.25 * self._tokens, 0.25 * self._seconds
         return self._choose_drafts()
+
+    def candidates(self, rows: int) -> list[int]:
+        """Every γ that may soon be the best for so many rows, the likeliest first."""
+        self._select_record(rows)
+        self._estimate()
+        speeds = {0: 1 / self._table[0], **{gamma: self._expected_speed(gamma) for gamma in self.choices}}
+        likely = [gamma for gamma in speeds if speeds[gamma] >= CANDIDATE * max(speeds.values())]
+        return sorted(likely, key=lambda gamma: -speeds[gamma])
 
     def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
         """Whether to draft on after a draft to which the draft model gave the probability q [B]. q is expensive: it is
@@ -284,41 +205,32 @@ class GammaController:
         return False
 
     def observe(
-        self,
-        accepted: NDArray[np.int64],
-        alive: NDArray[np.bool_],
-        drafts: int,
-        seconds: Mapping[str, float],
-        *,
-        behind: bool = False,
+        self, accepted: NDArray[np.int64], alive: NDArray[np.bool_], drafts: int, seconds: float, *, behind: bool = False
     ) -> None:
-        """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`; if `behind`,
-        the draft model had to catch up."""
-        rows, total = len(accepted), sum(seconds.values())
-        self.statistics.costs.observe(rows, drafts, seconds, behind=behind)
+        """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`. Its `seconds` show
+        whether the table holds, unless the draft model had to catch up (`behind`)."""
+        if not behind:
+            self.statistics.costs.watch(len(accepted), drafts, seconds)
         if not alive.any():
             return
         if self._draft_probabilities:
             self.calibration.observe(np.stack(self._draft_probabilities, 1)[alive], accepted[alive])
-        accepted = accepted[alive]
-        record, plain = self._record, self.statistics.costs.plain_seconds(rows)
-        record.uncaptured_seconds += total
-        record.credit = min(record.credit + PROBE_BUDGET * total, MAX_CREDIT_CYCLES * plain)
+        accepted, record = accepted[alive], self._record
+        plain, cost = (self.statistics.costs.seconds(self._rows, self.max_gamma)[n] for n in (0, drafts))
+        record.credit = min(record.credit + PROBE_BUDGET * cost, MAX_CREDIT_CYCLES * plain)
         if record.credit == MAX_CREDIT_CYCLES * plain:
-            self._credit_needed = 0.0  # the credit cannot grow: decide again, the machine may have been busy
+            self._credit_needed = 0.0  # the credit cannot grow: decide again
         if not drafts:
-            record.since_plain = 0
             return
-        record.since_plain += 1
         tokens = 1.0 + float(accepted.mean())
         if self._prefers_plain:
-            record.credit -= max(0.0, total - tokens * plain)
+            record.credit -= max(0.0, cost - tokens * plain)
         self.acceptance.observe(accepted, drafts)
         record.acceptance.observe(accepted, drafts, LONG_DECAY)
         self._tokens = SHORT_DECAY * self._tokens + tokens
-        self._seconds = SHORT_DECAY * self._seconds + total
+        self._seconds = SHORT_DECAY * self._seconds + cost
         record.tokens = LONG_DECAY * record.tokens + tokens
-        record.plain_tokens = LONG_DECAY * record.plain_tokens + total / plain
+        record.plain_tokens = LONG_DECAY * record.plain_tokens + cost / plain
 
     def _select_record(self, rows: int) -> None:
         """Take the record that belongs to this number of rows."""
@@ -330,31 +242,27 @@ class GammaController:
                 self.acceptance.begin_with(record.acceptance, weight=4.0)
             self._record, self._tokens, self._seconds = record, 0.0, 0.0
             if np.isnan(record.credit):
-                record.credit = MAX_CREDIT_CYCLES * self.statistics.costs.plain_seconds(rows)
+                record.credit = MAX_CREDIT_CYCLES * self.statistics.costs.seconds(rows, self.max_gamma)[0]
         self._rows, self._credit_needed = rows, 0.0
 
-    def _must_time_plain(self) -> bool:
-        """Whether plain decoding must be timed now: it never was with about as many rows, or not recently. The less
-        drafting wins, the more often: the choice depends more on that time, and a plain cycle loses less."""
-        if self.static:
-            if not self.is_captured(0):
-                return self._record.uncaptured_seconds > 4 * min(self.statistics.capture_seconds, MAX_CAPTURE_SECONDS)
-            self._record.uncaptured_seconds = 0.0  # counted anew if the engine drops this graph
-        if self.statistics.costs.knows_plain(self._rows):
-            gain = self._speed(self.max_gamma) * self._table[0] - 1
-            interval = PLAIN_INTERVAL if self.static else min(PLAIN_INTERVAL, max(2 * PROBE_CYCLES, 100 * gain))
-            return self._record.since_plain >= interval
-        return self._record.uncaptured_seconds > 0
+    def _estimate(self) -> None:
+        """Take the present costs and acceptance."""
+        self._table = self.statistics.costs.seconds(self._rows, self.max_gamma)
+        self._shares = self.acceptance.shares(self.max_gamma)
+        self._p_accepted = np.ones(self._rows)
 
     def _speed(self, drafts: int) -> float:
         """Tokens per second and row. On static engines the expected speed of γ = `drafts`; on others, which may stop
-        drafting early, the measured speed, with that of earlier batches as prior."""
+        drafting early, that of the latest cycles with drafts, with earlier batches as prior."""
         if self.static:
-            expected = 1.0 + float(np.cumprod(self._shares[:drafts]).sum())  # tokens of a cycle
-            return expected / self._table[drafts]
+            return self._expected_speed(drafts)
         plain, weight = self._table[0], 3.0  # of the prior, in plain cycles
         past = self._record.tokens / self._record.plain_tokens if self._record.plain_tokens > weight else 1.2
         return (self._tokens + weight * past) / (self._seconds + weight * plain)
+
+    def _expected_speed(self, drafts: int) -> float:
+        """Tokens per second and row of cycles of so many drafts."""
+        return (1.0 + float(np.cumprod(self._shares[:drafts]).sum())) / self._table[drafts]
 
     def _choose_drafts(self, may_capture: bool = False) -> int:
         """Maximum drafts of a cycle with drafts. A static engine uses the best γ that it has captured; a clearly better
@@ -367,7 +275,7 @@ class GammaController:
         if not may_capture or speeds[best] <= MARGIN * speeds[current]:
             return current
         self._record.lost_seconds += self._table[current] * (1 - speeds[current] / speeds[best])
-        if self._record.lost_seconds < min(self.statistics.capture_seconds, MAX_CAPTURE_SECONDS):
+        if self._record.lost_seconds < self.statistics.capture_seconds:
             return current
         self._record.lost_seconds = 0.0
         return best

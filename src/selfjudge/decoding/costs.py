@@ -1,0 +1,162 @@
+"""What cycles cost on this machine: measured on a small grid at first use, and kept in the cache folder.
+
+A table belongs to two models of one shape and dtype on one engine, device and version (`BatchEngines.shape`). It is not
+learnt from answers: those only show whether it still holds. Times of a busy machine are used and not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from itertools import accumulate
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.store import home, read_json, write_json
+
+SLOPE = 0.1  # guess where nothing was measured, as a share of a pass: one more token of a row, and a draft step
+RECENT = 24  # cycles of one size that are compared with the table
+CONTRADICTION = 1.4  # ratio of two sizes to the table, relative to one another, from which the table does not hold
+MIN_KEPT_SECONDS = 0.02  # models whose cycles are all shorter are measured again rather than kept
+
+
+class CostTable:
+    """Seconds of cycles by rows and drafts, and of their draft steps."""
+
+    def __init__(self, shape: str = "") -> None:
+        """`shape` names models, engine, device and versions; a table without one is not kept."""
+        self.shape = shape
+        self.cycles: dict[int, dict[int, tuple[float, float]]] = {}
+        """Rows → drafts → seconds of drafting, seconds of the rest."""
+        self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._lists: dict[tuple[int, int], list[float]] = {}
+
+    def add(self, rows: int, drafts: int, seconds: tuple[float, float]) -> None:
+        """Note the seconds of drafting and of the rest of a cycle."""
+        self.cycles.setdefault(rows, {})[drafts] = seconds
+        self._lists.clear()
+
+    def seconds(self, rows: int, most: int) -> list[float]:
+        """Seconds of cycles of 0 … `most` drafts, rising: where one took longer than another with more drafts, the
+        machine was busy, and the shorter time counts."""
+        if (rows, most) not in self._lists:
+            times = [sum(self._estimate(rows, drafts)) for drafts in range(most + 1)]
+            self._lists[rows, most] = [*accumulate(reversed(times), min)][::-1]
+        return self._lists[rows, most]
+
+    def _estimate(self, rows: int, drafts: int) -> tuple[float, float]:
+        """Drafting and the rest: measured, or between what was; beyond it by the number of tokens."""
+        if not self.cycles:
+            return SLOPE * drafts, 1.0 + SLOPE * (drafts + rows - 1)
+        if rows in self.cycles:
+            return _between(self.cycles[rows], drafts)
+        known = sorted(self.cycles)
+        right = min(max(1, sum(r < rows for r in known)), len(known) - 1)
+        if len(known) == 1 or rows < known[0]:
+            return self._by_tokens(known[0], rows, drafts)
+        low, high = known[right - 1], known[right]
+        share = (rows - low) / (high - low)
+        (d0, p0), (d1, p1) = self._estimate(low, drafts), self._estimate(high, drafts)
+        return d0 + share * max(0.0, d1 - d0), p0 + share * max(0.0, p1 - p0)
+
+    def _by_tokens(self, known: int, rows: int, drafts: int) -> tuple[float, float]:
+        """From one measured number of rows: a pass of as many tokens, and draft steps in the same proportion."""
+        passes = {known * (d + 1): (0.0, seconds[1]) for d, seconds in self.cycles[known].items()}
+        step, one = _between(self.cycles[known], 1)[0], passes[known][1]
+        share = _between(passes, rows)[1] / one
+        return drafts * step * share, _between(passes, rows * (drafts + 1))[1]
+
+    def watch(self, rows: int, drafts: int, seconds: float) -> bool:
+        """Compare a cycle of an answer with the table; False once the two contradict each other.
+
+        A busy machine is slower by one factor; a table that does not hold is wrong by several. It begins anew then.
+        """
+        if drafts not in self.cycles.get(rows, {}):
+            return True
+        ratios = self._ratios[rows, drafts]
+        ratios.append(seconds / sum(self.cycles[rows][drafts]))
+        sizes = [median(r) for (b, _), r in self._ratios.items() if b == rows and len(r) == RECENT]
+        if len(ratios) < RECENT or len(sizes) < 2 or max(sizes) < CONTRADICTION * min(sizes):
+            return True
+        self.cycles.clear()
+        self._ratios.clear()
+        self._lists.clear()
+        return False
+
+    def load(self) -> None:
+        """Read what was measured earlier. A file that is damaged or of another machine counts as none."""
+        if not self.shape:
+            return
+        try:
+            record = read_json(self._path)
+            if record.get("shape") != self.shape:
+                return
+            read = {
+                _whole(rows): {_whole(drafts): _pair(seconds) for drafts, seconds in cells.items()}
+                for rows, cells in record["cycles"].items()
+            }
+        except (SelfJudgeError, KeyError, TypeError, ValueError, AttributeError):
+            return  # there is none, or it is damaged: it is measured
+        self.cycles = {rows: cells for rows, cells in read.items() if 0 in cells}
+        self._lists.clear()
+
+    def save(self) -> None:
+        """Keep the table for the next process, if measuring it takes time."""
+        longest = max((sum(s) for cells in self.cycles.values() for s in cells.values()), default=0.0)
+        if not self.shape or longest * len(self.cycles) < MIN_KEPT_SECONDS:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._path, {"shape": self.shape, "cycles": self.cycles})
+        except (OSError, SelfJudgeError) as error:
+            warnings.warn(f"speeds are measured again next time: {self._path} cannot be written ({error})", stacklevel=2)
+
+    @property
+    def _path(self) -> Path:
+        return home() / "costs" / f"{hashlib.sha256(self.shape.encode()).hexdigest()[:16]}.json"
+
+
+def kept_tables() -> list[dict[str, Any]]:
+    """The tables in the cache folder, for `doctor` and `bench`; damaged files are left out."""
+    tables = []
+    for path in sorted((home() / "costs").glob("*.json")):
+        try:
+            table = CostTable(str(read_json(path)["shape"]))
+        except (SelfJudgeError, KeyError):
+            continue
+        table.load()
+        if table.cycles:
+            tables.append({"shape": json.loads(table.shape), "cycles": table.cycles})
+    return tables
+
+
+def _between(points: Mapping[int, tuple[float, float]], x: int) -> tuple[float, float]:
+    """Interpolate both values between the points around x, or extrapolate from the nearest two; one point by `SLOPE`."""
+    known = sorted(points)
+    if len(known) == 1:
+        draft, rest = points[known[0]]
+        return draft * x / max(1, known[0]), rest * (1 + SLOPE * max(0, x - known[0]))
+    right = min(max(1, sum(k < x for k in known)), len(known) - 1)
+    (low, high), share = (known[right - 1], known[right]), 0.0
+    share = (x - low) / (high - low)
+    a, b = points[low], points[high]
+    return tuple(max(0.2 * u, u + share * (v - u)) for u, v in zip(a, b, strict=True))  # type: ignore[return-value]
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 6:
+        raise ValueError(f"{text!r} is no number of rows or drafts")
+    return int(text)
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    draft, rest = (float(part) for part in value)
+    if not (isfinite(draft) and isfinite(rest) and 0 <= draft < 1e4 and 0 < rest < 1e4):
+        raise ValueError("seconds out of range")
+    return draft, rest
