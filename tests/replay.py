@@ -69,6 +69,8 @@ class Replay:
     machine: str
     noise: float = 0.03
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    made: int = 0
+    """Tokens of the latest replay."""
 
     def seconds(self, rows: int, drafts: int) -> tuple[float, float]:
         """Drafting and the rest, with noise; between measured numbers of drafts, interpolated."""
@@ -97,7 +99,6 @@ class Replay:
         """Tokens per second with what a controller chooses."""
         queue, made, spent, behind = list(answers), 0, 0.0, 0
         live = [Row(queue.pop(0)) for _ in range(min(rows, len(queue)))]
-        self.used = []
         while len(live) == rows:
             gamma, drafts = controller.choose(rows, behind), 0
             while drafts < gamma:
@@ -113,9 +114,9 @@ class Replay:
                 row.at, made = row.at + step, made + step
             draft, rest = self.seconds(rows, drafts)
             spent += draft + rest
-            self.used.append(drafts)
-            controller.observe(accepted, alive, drafts, draft + rest, behind=behind > 0)
+            controller.observe(accepted, alive, drafts, {"draft": draft, "target": rest}, behind=behind > 0)
             behind = 0 if drafts else behind + 1
             live = [Row(queue.pop(0)) if row.ended and queue else row for row in live]
             live = [row for row in live if not row.ended]  # ends once nothing waits: a full machine all the time
+        self.made = made
         return made / spent

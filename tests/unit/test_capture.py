@@ -12,6 +12,7 @@ from proposals import ARBITRARY, answers_between_captures, prompts_of, requests_
 from selfjudge.decoding import capture
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.cycle import find_cycle, is_captured
+from selfjudge.decoding.gamma import STATIC_CHOICES
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
@@ -135,7 +136,7 @@ def answer(batch: Batch) -> list[list[int]]:
 def test_a_batch_finds_what_was_captured_before_it(captures: list[int], gamma: Gamma, pair: Pair) -> None:
     alone = answer(Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="reference"))
     batch = Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="cuda")
-    gammas = 6 if gamma == "auto" else 1
+    gammas = len(STATIC_CHOICES) + 1 if gamma == "auto" else 1
     shares: list[float] = []
     assert not batch.capture(0.0, shares.append)
     assert (captures, shares) == ([1], [1 / (3 * gammas)])  # at least one at a time

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from selfjudge.decoding import gamma as gamma_module
+from replay import DEPTH, Replay, costs, recordings
 from selfjudge.decoding.gamma import (
     MAX_AUTO_GAMMA,
     STATIC_CHOICES,
     Acceptance,
     Calibration,
-    Costs,
     GammaController,
     PairStatistics,
 )
@@ -46,6 +45,14 @@ class Machine:
         """Seconds of a token with this γ."""
         p = [UNSURE + (SURE - UNSURE) * self.sure(progress) for progress in np.arange(0.05, 1, 0.1)]
         return float(np.mean([self.cycle(gamma) / sum(share**i for i in range(gamma + 1)) for share in p]))
+
+    def statistics(self, *all_rows: int) -> PairStatistics:
+        """What a pair knows once this machine was measured."""
+        statistics = PairStatistics()
+        for rows in all_rows:
+            for drafts in range(MAX_AUTO_GAMMA + 1):
+                statistics.costs.add(rows, drafts, (self.step * drafts, 1 + self.token * drafts))
+        return statistics
 
     def decode(self, statistics: PairStatistics, tokens: int, rows: int, static: bool, seed: int = 0) -> float:
         """Seconds of a token of a batch of answers with the γ that is chosen."""
@@ -97,7 +104,8 @@ MACHINES = {
     [(False, 1), (True, 64), *(pytest.param(*few, marks=pytest.mark.slow) for few in ((True, 1), (False, 8)))],
 )
 def test_auto_is_close_to_the_best_fixed_choice(name: str, static: bool, rows: int) -> None:
-    machine, statistics = MACHINES[name](), PairStatistics()
+    machine = MACHINES[name]()
+    statistics = machine.statistics(rows)
     machine.decode(statistics, 64, rows, static)  # what is learned once
     auto = np.mean([machine.decode(statistics, 250, rows, static, seed) for seed in range(2)])
     best = min(machine.fixed(gamma) for gamma in range(MAX_AUTO_GAMMA + 1))
@@ -105,17 +113,6 @@ def test_auto_is_close_to_the_best_fixed_choice(name: str, static: bool, rows: i
     assert auto < 1.05 * best
     if not static and rows == 1 and name.startswith("drafts"):
         assert auto < 0.99 * best  # no fixed γ ends where the draft is unsure
-
-
-def test_a_slow_start_does_not_make_drafting_look_good() -> None:
-    """Plain decoding was timed while the machine was busy or cold: the next answers find out, and soon."""
-    machine, statistics = Machine(step=0.35, token=0.25, sure=lambda progress: 0.25), PairStatistics()
-    for _ in range(3):
-        statistics.costs.observe(1, 0, {"draft": 0.0, "target": 3.0})
-    machine.decode(statistics, 120, 1, static=False)
-    auto = np.mean([machine.decode(statistics, 90, 1, False, seed) for seed in range(4)])
-    assert auto < 1.04 * machine.fixed(0)
-    assert machine.fixed(1) > 1.08 * machine.fixed(0)
 
 
 def test_the_draft_is_asked_for_its_probability_only_where_it_matters() -> None:
@@ -126,10 +123,7 @@ def test_the_draft_is_asked_for_its_probability_only_where_it_matters() -> None:
         asked += 1
         return [0.99]
 
-    dear, cheap = PairStatistics(), PairStatistics()
-    for statistics, step in ((dear, 0.9), (cheap, 0.01)):
-        for drafts in (0, 0, 1, 2):
-            statistics.costs.observe(1, drafts, {"draft": step * drafts, "target": 1 + 0.1 * drafts})
+    dear, cheap = (Machine(step=step).statistics(1) for step in (0.9, 0.01))
     controller = GammaController(dear, Exact())
     assert controller.choose(1)
     assert not controller.draft_on(q)
@@ -141,61 +135,31 @@ def test_the_draft_is_asked_for_its_probability_only_where_it_matters() -> None:
     assert asked == 1
 
 
-def test_a_static_engine_records_little_and_what_it_records_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gamma_module, "MAX_CAPTURE_SECONDS", float("inf"))  # seconds are units of plain cycles here
-    machine, statistics = (
-        Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0),
-        PairStatistics(),
-    )
+def test_a_static_engine_captures_little_and_what_it_captures_pays() -> None:
+    machine = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0)
+    statistics = machine.statistics(1)
     first = machine.decode(statistics, 2000, 1, static=True)
     assert set(machine.used) <= {0, *STATIC_CHOICES}
     assert len(machine.used) <= 3
     assert first < 1.3 * min(machine.fixed(g) for g in STATIC_CHOICES) + 2 * 60.0 / 2000
     short = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0)
-    short.decode(PairStatistics(), 40, 1, static=True)
+    short.decode(short.statistics(1), 40, 1, static=True)
     assert len(short.used) == 1  # another capture would not pay
 
 
-def test_short_answers_one_after_the_other_pay_for_a_capture_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gamma_module, "MAX_CAPTURE_SECONDS", float("inf"))  # seconds are units of plain cycles here
-    machine, statistics = (
-        Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0),
-        PairStatistics(),
-    )
+def test_short_answers_one_after_the_other_pay_for_a_capture_together() -> None:
+    machine = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0)
+    statistics = machine.statistics(1)
     best = min(STATIC_CHOICES, key=machine.fixed)
-    for seed in range(40):
+    for seed in range(90):
         machine.decode(statistics, 40, 1, static=True, seed=seed)
     machine.used.clear()
     assert machine.decode(statistics, 40, 1, static=True) < 1.1 * machine.fixed(best)
-    assert machine.used.most_common(1)[0][0] == best
+    assert machine.fixed(machine.used.most_common(1)[0][0]) < 1.05 * machine.fixed(best)
     assert len(machine.captured) <= 3
     machine.captured.clear()  # the engine needed the memory
     machine.decode(statistics, 10, 1, static=True)
     assert 0 not in machine.captured  # one short answer does not pay for plain decoding, too
-
-
-def test_costs_are_medians_and_what_lies_between_them() -> None:
-    costs = Costs()
-    for drafts in (0, 3):
-        for factor in (1, 1, 1, 9, 1):  # something else was running
-            phases = {"draft": 0.2 * drafts, "target": 1 + 0.1 * drafts, "judge": 0.01, "rule": 0.0}
-            costs.observe(1, drafts, {phase: factor * spent for phase, spent in phases.items()})
-    assert costs.table(1, 6) == pytest.approx([1.01 + 0.3 * drafts for drafts in range(7)])
-    assert costs.knows_plain(1)
-    assert not costs.knows_plain(4)
-    costs.observe(1, 3, {"draft": 50.0, "target": 1.3, "judge": 0.01, "rule": 0.0}, behind=True)
-    assert costs.table(1, 3)[3] == pytest.approx(1.91)  # catching up is not a draft step
-
-
-def test_costs_of_other_numbers_of_rows_are_carried_over() -> None:
-    costs = Costs()
-    for drafts in (0, 1, 2):
-        costs.observe(8, drafts, {"draft": 0.4 * drafts, "target": 4.0 * (drafts + 1)})
-    costs.observe(7, 2, {"draft": 0.7, "target": 10.5})
-    assert costs.table(7, 1) == pytest.approx([3.5, 7.35])  # seven eighths
-    table = costs.table(64, 8)
-    assert table == sorted(table)
-    assert table[0] > 4.0
 
 
 def test_acceptance_counts_rows_that_were_reached() -> None:
@@ -230,3 +194,33 @@ def test_a_rule_that_needs_long_blocks_gets_them() -> None:
     assert [eager.draft_on(lambda: [1e-6]) for _ in range(7)] == [True] * 6 + [False]
     assert static.choose(1) == 8
     assert GammaController(PairStatistics(), FLy(window=14), static=True).choose(1) == 15
+
+
+@pytest.mark.parametrize(
+    ("machine", "pair", "rows", "static"),
+    [
+        ("h200-qwen", "qwen", 1, True),
+        ("h200-qwen", "qwen", 64, True),
+        pytest.param("h200-qwen", "qwen", 8, True, marks=pytest.mark.slow),
+        pytest.param("h200-qwen", "qwen", 512, True, marks=pytest.mark.slow),
+        ("x86-qwen", "qwen", 1, False),
+        ("x86-smollm2", "smollm2", 1, False),
+    ],
+)
+def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: bool) -> None:
+    """Real prompts of six tasks on measured machines: `auto` loses at most 3 % to the best γ in hindsight."""
+    for task, answers in recordings(pair).items():
+        many = (answers * (1 + 6 * rows // len(answers)))[: max(len(answers), 6 * rows)]
+        replay, statistics = Replay(machine), PairStatistics()
+        for known, cells in costs(machine).items():
+            for drafts, seconds in cells.items():
+                statistics.costs.add(known, drafts, seconds)
+        replay.auto(GammaController(statistics, Exact(), static=static), many[: 2 * rows], rows, static=static)
+        made = spent = 0.0
+        for answer in [many] if rows > 1 else [[each] for each in many]:  # one by one, as a user asks
+            speed = replay.auto(GammaController(statistics, Exact(), static=static), answer, rows, static=static)
+            made += replay.made
+            spent += replay.made / speed
+        fixed = {gamma: replay.fixed(many, rows, gamma) for gamma in range(DEPTH + 1)}
+        assert made / spent > 0.97 * max(fixed.values()), task
+        assert made / spent > 0.97 * fixed[0], task

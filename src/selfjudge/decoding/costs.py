@@ -34,8 +34,23 @@ class CostTable:
         self.shape = shape
         self.cycles: dict[int, dict[int, tuple[float, float]]] = {}
         """Rows → drafts → seconds of drafting, seconds of the rest."""
+        self.stale = False
+        """Whether cycles of answers contradict the table: it is measured again before the next batch."""
         self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._lists: dict[tuple[int, int], list[float]] = {}
+
+    def covers(self, rows: int) -> bool:
+        """Whether about as many rows were measured, and the figures hold."""
+        return not self.stale and any(max(rows, known) <= 2 * min(rows, known) for known in self.cycles)
+
+    def begin(self, rows: int) -> None:
+        """Begin to measure so many rows; a table that does not hold begins anew."""
+        if self.stale:
+            self.cycles.clear()
+            self._ratios.clear()
+        self.stale = False
+        self.cycles.pop(rows, None)
+        self._lists.clear()
 
     def add(self, rows: int, drafts: int, seconds: tuple[float, float]) -> None:
         """Note the seconds of drafting and of the rest of a cycle."""
@@ -72,22 +87,16 @@ class CostTable:
         share = _between(passes, rows)[1] / one
         return drafts * step * share, _between(passes, rows * (drafts + 1))[1]
 
-    def watch(self, rows: int, drafts: int, seconds: float) -> bool:
-        """Compare a cycle of an answer with the table; False once the two contradict each other.
-
-        A busy machine is slower by one factor; a table that does not hold is wrong by several. It begins anew then.
-        """
+    def watch(self, rows: int, drafts: int, seconds: float) -> None:
+        """Compare a cycle of an answer with the table. A busy machine is slower by one factor; a table that does not
+        hold is wrong by several."""
         if drafts not in self.cycles.get(rows, {}):
-            return True
+            return
         ratios = self._ratios[rows, drafts]
         ratios.append(seconds / sum(self.cycles[rows][drafts]))
-        sizes = [median(r) for (b, _), r in self._ratios.items() if b == rows and len(r) == RECENT]
-        if len(ratios) < RECENT or len(sizes) < 2 or max(sizes) < CONTRADICTION * min(sizes):
-            return True
-        self.cycles.clear()
-        self._ratios.clear()
-        self._lists.clear()
-        return False
+        if len(ratios) == RECENT:
+            sizes = [median(r) for (b, _), r in self._ratios.items() if b == rows and len(r) == RECENT]
+            self.stale = self.stale or max(sizes) > CONTRADICTION * min(sizes)
 
     def load(self) -> None:
         """Read what was measured earlier. A file that is damaged or of another machine counts as none."""
@@ -115,7 +124,9 @@ class CostTable:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._path, {"shape": self.shape, "cycles": self.cycles})
         except (OSError, SelfJudgeError) as error:
-            warnings.warn(f"speeds are measured again next time: {self._path} cannot be written ({error})", stacklevel=2)
+            warnings.warn(
+                f"speeds are measured again next time: {self._path} cannot be written ({error})", stacklevel=2
+            )
 
     @property
     def _path(self) -> Path:
@@ -137,13 +148,13 @@ def kept_tables() -> list[dict[str, Any]]:
 
 
 def _between(points: Mapping[int, tuple[float, float]], x: int) -> tuple[float, float]:
-    """Interpolate both values between the points around x, or extrapolate from the nearest two; one point by `SLOPE`."""
+    """Both values between the points around x, or extrapolate from the nearest two; from one by `SLOPE`."""
     known = sorted(points)
     if len(known) == 1:
         draft, rest = points[known[0]]
         return draft * x / max(1, known[0]), rest * (1 + SLOPE * max(0, x - known[0]))
     right = min(max(1, sum(k < x for k in known)), len(known) - 1)
-    (low, high), share = (known[right - 1], known[right]), 0.0
+    low, high = known[right - 1], known[right]
     share = (x - low) / (high - low)
     a, b = points[low], points[high]
     return tuple(max(0.2 * u, u + share * (v - u)) for u, v in zip(a, b, strict=True))  # type: ignore[return-value]

@@ -2,14 +2,14 @@
 
 Costs are measured once (`costs.py`); acceptance is counted while decoding. `PairStatistics` outlives batches. A
 `GammaController` chooses for one batch: before each cycle the maximum number of drafts (0: plain decoding), and during
-it, on engines that run from Python, whether one more draft is worth its time. Choices depend on costs, on earlier cycles
-and on the draft's own probabilities, never on what the target says of this block: lossless rules stay lossless.
+it, on engines that run from Python, whether one more draft is worth its time. Choices depend on costs, on earlier
+cycles and on the draft's own probabilities, never on what the target says of this block: lossless rules stay lossless.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -205,12 +205,18 @@ class GammaController:
         return False
 
     def observe(
-        self, accepted: NDArray[np.int64], alive: NDArray[np.bool_], drafts: int, seconds: float, *, behind: bool = False
+        self,
+        accepted: NDArray[np.int64],
+        alive: NDArray[np.bool_],
+        drafts: int,
+        seconds: Mapping[str, float],
+        *,
+        behind: bool = False,
     ) -> None:
-        """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`. Its `seconds` show
-        whether the table holds, unless the draft model had to catch up (`behind`)."""
+        """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`. Its `seconds` by
+        phase show whether the table holds, unless the draft model had to catch up (`behind`)."""
         if not behind:
-            self.statistics.costs.watch(len(accepted), drafts, seconds)
+            self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
         if not alive.any():
             return
         if self._draft_probabilities:

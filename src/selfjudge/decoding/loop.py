@@ -11,21 +11,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
+from selfjudge.decoding.capture import capture_cycles, time_cycle
+from selfjudge.decoding.costs import CostTable
 from selfjudge.decoding.cycle import Cycle, Packed, PhaseTimer, find_cycle, is_captured
-from selfjudge.decoding.gamma import GammaController, PairStatistics
+from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, PairStatistics
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
-from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BatchEngines
+from selfjudge.store.load import LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step, default_gamma
+
+MEASURE_SECONDS = 4.0  # after so many seconds a model is not measured a second time
 
 
 def decode(
@@ -58,8 +63,7 @@ def decode(
     gamma = default_gamma(engines.target.device.type) if gamma is None else gamma
     controller = None
     if gamma == "auto":
-        statistics = engines.kept.setdefault("gamma", PairStatistics())
-        controller = GammaController(statistics, rule, static=engines.target.static)
+        controller = _make_controller(engines, rule, len(requests))
         gamma = controller.max_gamma
     requests = check_requests(engines, requests, rule, gamma)
     if not gamma:
@@ -70,6 +74,57 @@ def decode(
     else:
         batch.enqueue(requests, queue)
     yield from _steps(batch, queue or AdmissionQueue(0, 0), set() if cancelled is None else cancelled)
+
+
+def _make_controller(engines: BatchEngines, rule: AcceptanceRule, rows: int) -> GammaController:
+    """The controller of a batch, with the costs of this machine; an engine that runs from Python is measured here, a
+    static one once the batch has begun, on cycles that it captures anyway."""
+    if (statistics := engines.kept.get("gamma")) is None:
+        statistics = engines.kept["gamma"] = PairStatistics(CostTable(engines.shape))
+        statistics.costs.load()
+    if not engines.target.static and engines.draft is not None and not statistics.costs.covers(rows):
+        _measure(engines, statistics.costs, rows)
+    return GammaController(statistics, rule, static=engines.target.static)
+
+
+class _Schedule:
+    """Chooses given numbers of drafts, one after the other, and notes the seconds of each cycle in a table."""
+
+    def __init__(self, costs: CostTable, rows: int) -> None:
+        self.costs, self.max_gamma = costs, MAX_AUTO_GAMMA
+        grid = (1, 2, 3, 4, 6, MAX_AUTO_GAMMA) if rows == 1 else (1, 2, 4)
+        self.left = deque([0, 1, *grid, 0, 0, 1, *grid])  # after plain cycles the draft catches up: the first 1 is void
+        self.deadline = time.perf_counter() + MEASURE_SECONDS
+
+    def choose(self, rows: int, behind: int = 0) -> int:
+        return self.left.popleft() if self.left else 0
+
+    def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
+        return True
+
+    def observe(self, accepted: Any, alive: Any, drafts: int, seconds: Mapping[str, float], *, behind: bool) -> None:
+        rows, late = len(accepted), time.perf_counter() > self.deadline
+        if not (behind and drafts):
+            spent = seconds["draft"], sum(seconds.values()) - seconds["draft"]
+            before = self.costs.cycles.get(rows, {}).get(drafts, spent)
+            self.costs.add(rows, drafts, (min(spent[0], before[0]), min(spent[1], before[1])))
+        if late and {0, 1, 4} <= self.costs.cycles.get(rows, {}).keys():
+            self.left.clear()
+
+
+def _measure(engines: BatchEngines, costs: CostTable, rows: int) -> None:
+    """Time cycles of made-up prompts beside the batch, and keep the table unless the machine is busy."""
+    costs.begin(rows)
+    schedule, watch = _Schedule(costs, rows), LoadWatch()
+    token = engines.target.vocab_size // 2
+    length = min(engines.window - 2, 8 + 2 * len(schedule.left) * (MAX_AUTO_GAMMA + 1))
+    requests = [Request([token] * min(8, max(1, length // 2)), max(1, length - 8))] * rows
+    batch = _LiveBatch(engines.aside(), EXACT, schedule.max_gamma, (), False, schedule)
+    batch.start(requests)
+    while schedule.left and len(batch.rows.alive) == rows:
+        batch.finish(batch.run(1), batch.rows)
+    if not watch.describe():
+        costs.save()
 
 
 def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Iterator[Step]:
@@ -126,17 +181,19 @@ class _LiveBatch:
     """Maximum drafts of a cycle."""
     eos_ids: Collection[int]
     trace: bool
-    controller: GammaController | None = None
+    controller: GammaController | _Schedule | None = None
     """Chooses γ for every cycle; None where γ is fixed."""
     rows: BatchRows = field(default_factory=lambda: BatchRows.new((), ()))
     cycle: Cycle | None = None
     plain_cycles: int = 0
     """Cycles since the last drafts."""
+    entered: bool = False
+    """Whether rows have entered since the last cycle."""
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.rule.sampling is not None, self.gamma, self.engines.target.device)
         self.prefill = Prefill(self.engines, step_tokens=self.gamma + 1)
-        if self.controller is not None and self.engines.target.static:
+        if isinstance(self.controller, GammaController) and self.engines.target.static:
             self.controller.is_captured = lambda gamma: is_captured(
                 self.engines, self.rule, gamma, trace=self.trace, rows=len(self.rows)
             )
@@ -185,6 +242,7 @@ class _LiveBatch:
         arrived = BatchRows.new(group.numbers, [request.max_new_tokens for request in group.requests])
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
+        self.entered = True
         return step
 
     def is_too_wide(self, alive: list[int]) -> bool:
@@ -209,6 +267,9 @@ class _LiveBatch:
         """Start a cycle, of the γ that the controller chooses if there is one."""
         assert self.cycle is not None
         behind = self.plain_cycles > 0
+        if self.entered and isinstance(self.controller, GammaController) and self.engines.target.static:
+            self._capture_choices(self.controller)
+        self.entered = False
         if self.controller is not None:
             gamma = self.controller.choose(len(self.rows), self.plain_cycles)
             self.plain_cycles = 0 if gamma else self.plain_cycles + 1
@@ -217,9 +278,24 @@ class _LiveBatch:
         cycle, start = self.cycle, time.perf_counter()
         captures = self.engines.target.static and cycle.captured is None
         packed, timer = cycle.run(self.random.next(cycle.gamma))
-        if captures and self.controller is not None:
+        if captures and isinstance(self.controller, GammaController):
             self.controller.statistics.capture_seconds = time.perf_counter() - start
         return _StartedCycle(number, packed, timer, behind)
+
+    def _capture_choices(self, controller: GammaController) -> None:
+        """Before the first cycle of rows that have entered: capture every γ that they may soon use; where the
+        table does not know so many rows, capture and time all of them."""
+        rows, costs = len(self.rows), controller.statistics.costs
+        known = rows in costs.cycles and not costs.stale
+        gammas = controller.candidates(rows) if known else [0, *controller.choices]
+        start = time.perf_counter()
+        cycles = capture_cycles(self.engines, self.rule, rows, gammas, trace=self.trace)
+        controller.statistics.capture_seconds = (time.perf_counter() - start) / len(cycles)
+        if not known:
+            costs.begin(rows)
+            for gamma, cycle in zip(gammas, cycles, strict=True):
+                costs.add(rows, gamma, time_cycle(cycle))
+            costs.save()
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)

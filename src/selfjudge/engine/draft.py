@@ -255,6 +255,8 @@ class BatchEngines:
     """None for plain decoding."""
     kept: dict[Hashable, Any] = field(default_factory=dict)
     """What one batch hands on to the next, such as measured speeds."""
+    shape: str = ""
+    """Models, engine, device and versions, as JSON: what decides how long a cycle takes; empty where it is unknown."""
 
     def __post_init__(self) -> None:
         if self.target.static and self.draft is not None and not self.draft.static:
@@ -278,7 +280,7 @@ class BatchEngines:
 
     def aside(self) -> BatchEngines:
         """Return the same weights with empty caches, for prompts whose rows will `join` these."""
-        return BatchEngines(self.target.aside(), self.draft and self.draft.aside(), self.kept)
+        return BatchEngines(self.target.aside(), self.draft and self.draft.aside(), self.kept, self.shape)
 
     def join(self, other: BatchEngines, idle: int) -> None:
         """Append the rows of `other`, which `aside` made, and then `idle` empty rows."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +25,7 @@ from selfjudge.models.eagle import EagleHead, decoder_layers
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
 from selfjudge.ops import has_non_finite
+from selfjudge.store import machine, versions
 from selfjudge.types import ENGINES
 
 AnyModel: TypeAlias = "PreTrainedModel | EagleHead | LoadedModel"
@@ -74,7 +78,29 @@ class PairEngines:
             int8 = self.draft_int8
             settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # they set the speed
             with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
-                yield BatchEngines(target, draft, self.draft.keep(("batches", self.target, settings), dict))
+                kept = self.draft.keep(("batches", self.target, settings), dict)
+                yield BatchEngines(target, draft, kept, self.draft.keep(("shape", settings), self._shape))
+
+    def _shape(self) -> str:
+        """What decides how long a cycle takes, as JSON."""
+        assert self.draft is not None
+        models = {"target": (self.target, self.target.dtype_name), "draft": (self.draft, self.draft_dtype)}
+        described = {name: {**_describe_shape(model), "dtype": dtype} for name, (model, dtype) in models.items()}
+        host = {
+            "engine": self.kind,
+            "device": self.target.device.type,
+            "machine": machine(),
+            "versions": versions("triton"),
+        }
+        return json.dumps({**described, **host}, sort_keys=True)
+
+
+def _describe_shape(model: LoadedModel) -> dict[str, object]:
+    """The number of parameters, and a digest of the shapes of all matrices."""
+    assert model.module is not None
+    shapes = [(name, tuple(p.shape)) for name, p in model.module.named_parameters()]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+    return {"parameters": sum(math.prod(shape) for _, shape in shapes), "shapes": digest}
 
 
 def make_engine(
