@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -78,7 +78,7 @@ class PairEngines:
             int8 = self.draft_int8
             settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # they set the speed
             with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
-                kept = self.draft.keep(("batches", self.target, settings), dict)
+                kept: dict[Hashable, Any] = self.draft.keep(("batches", self.target, settings), dict)
                 yield BatchEngines(target, draft, kept, self.draft.keep(("shape", settings), self._shape))
 
     def _shape(self) -> str:
