@@ -228,7 +228,7 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
     same = {row["rule"]: row for row in averages.rows if row["gammas"] == "10"}
     for row in found.table.rows:
         assert (row["m_ratio"], row["delta_ci"]) == (same[row["rule"]]["m_ratio"], same[row["rule"]]["delta_ci"])
-    assert len(found.sentences) == 3
+    assert (len(found.sentences), found.warning) == (3, "")
     assert found.sentences[0].startswith("judged:R@selfjudge yields +")
     assert found.chart.level == 0
     assert make_verdict([r for r in runs if r.name != "exact"]) is None
@@ -240,25 +240,42 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
     assert text.index('id="verdict"') < text.index('class="fold"')
 
 
-def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_few_prompts_are_said_to_be_few(small: Path) -> None:
+    """With six prompts an interval of [0, 0] is no finding."""
+    found = make_verdict(read_results([small]).runs)
+    assert found.warning.startswith("Only 6 prompts: up to 39 points may be lost even where no answer changed.")
+    runs = [
+        r if r.name == "exact" else replace(r, delta_score=0.0, delta_ci=(0.0, 0.0)) for r in read_results([small]).runs
+    ]
+    found = make_verdict(runs)
+    assert "+0.0 [+0.0, +0.0] points (no change shown)" in found.sentences[0]
+    assert found.sentences[-1] == "No loss is shown for judged:F@j; that is not a proof that nothing is lost."
+    assert found.chart.title == "judged:F@j: +25.0 % m, no change shown"
+
+
+def test_what_loses_much_is_at_the_edge(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
     exact = next(r for r in runs if r.name == "exact")
     at, below = (
         replace(next(r for r in runs if r.name == "topk"), rule=name, m_ratio=m, delta_score=-lost, delta_ci=None)
-        for name, m, lost in (("topk:7", 2.0, 0.15), ("topk:9", 99.0, 0.151))
+        for name, m, lost in (("topk:7", 2.0, 0.25), ("topk:9", 9.0, 0.6))
     )
     (near,) = trade_offs([*runs, at])
     (far,) = trade_offs([*runs, at, below])
     assert near.floor is None
-    assert far.floor == -15
-    assert far.title == f"{near.title}; 1 below, out of view"
+    assert far.floor == -25
+    assert far.title == f"{near.title}; 1 below, at the edge"
     drawn = [ET.fromstring(draw(chart).svg) for chart in (near, far)]
-    assert [len([e for e in d.iter() if e.tag == "clipPath"]) for d in drawn] == [0, 1]
     marks = [[t.text for g in d.iter("g") if g.get("class") == "mark" for t in g.iter("title")] for d in drawn]
-    assert marks[0] == marks[1]
+    assert [label for label in marks[1] if label not in marks[0]] == [
+        label for label in marks[1] if label.startswith("topk:9")
+    ]
+    assert len(marks[1]) == len(marks[0]) + 1  # every rule can be seen
     assert all(": m " in label for label in marks[0])
-    ticks = [tick_texts(d, "middle") for d in drawn]
-    assert ticks[0] == ticks[1]  # the axis does not stretch to m = 99
+    tags = [[t.text for g in d.iter("g") if g.get("class") == "tag" for t in g.iter("text")] for d in drawn]
+    assert "↓ −60.0" in tags[1]
+    assert "↓ −60.0" not in tags[0]
+    assert all(abs(tick) <= 30 for tick in tick_texts(drawn[1], "end"))  # others are not compressed
     (only,) = trade_offs([exact, replace(below, m_ratio=2.0)])  # nothing would be left to see
     assert only.floor is None
     assert draw(far).png.startswith(b"\x89PNG")
@@ -267,15 +284,15 @@ def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_
 def tick_texts(drawn: ET.Element, anchor: str) -> list[float]:
     """The numbers along x (middle) or y (end)."""
     texts = [t.text or "" for t in drawn.iter("text") if t.get("text-anchor") == anchor]
-    return [float(text) for text in texts if re.fullmatch(r"[\d.]+", text)]
+    return [float(text.replace("−", "-")) for text in texts if re.fullmatch(r"−?[\d.]+", text)]
 
 
-def test_a_clipped_picture_keeps_the_line_of_exact() -> None:
+def test_a_cut_axis_keeps_the_line_of_exact() -> None:
     points = (Point(2, 50), Point(3, 52), Point(9, 20))
     drawn = ET.fromstring(draw(Chart("i", "t", "m", "y", (Series("a", 1, points),), level=60, floor=45)).svg)
     ys, xs = tick_texts(drawn, "end"), tick_texts(drawn, "middle")
     assert min(ys) <= 50 < 60 <= max(ys) < 70
-    assert min(xs) <= 2 < 3 <= max(xs) < 4
+    assert min(xs) <= 2 < 8 <= max(xs) < 12
 
 
 def test_a_second_report_takes_away_its_own_old_figures_alone(tmp_path: Path, small: Path) -> None:

@@ -101,7 +101,7 @@ def test_the_first_screen_is_the_verdict(opened: Browser, page: Path) -> None:
     opened.open(page, 1200, 900)
     folds = "[...document.querySelectorAll('.fold')].map(f => f.open)"
     assert not any(opened.run(folds))
-    assert opened.run("document.querySelectorAll('#verdict p').length") == 3
+    assert opened.run("document.querySelectorAll('.verdict p').length") == 3
     assert opened.run("document.querySelector('#verdict table').getBoundingClientRect().bottom") < 1100
     opened.point("nav a[href='#task']", click=True)
     opened.wait("document.querySelector('#task .fold').open")
@@ -295,7 +295,10 @@ def test_the_certificate(browser: Browser, tmp_path: Path, scheme: str) -> None:
     browser.requests.clear()
     browser.media("", scheme)
     browser.open(page)
-    assert browser.run("document.querySelectorAll('#rules tbody tr').length") == len(certificate()["candidates"])
+    tried = [row for row in certificate()["candidates"] if row["n_used"]]
+    assert browser.run("document.querySelectorAll('#rules tbody tr').length") == len(tried)
+    assert browser.run("document.querySelector('.untried summary').textContent") == "1 rule was not tried"
+    assert "topk:5" in browser.run("document.querySelector('.untried p').textContent")
     assert browser.run("document.querySelector('#evidence svg path') !== null")
     boxes = browser.run("[...document.querySelectorAll('.beside')[0].children].map(e => e.getBoundingClientRect().top)")
     assert len(boxes) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import (
     certificate_markdown,
+    certificate_page,
     describe_claim,
     describe_doubt,
     describe_result,
@@ -360,8 +362,27 @@ def test_it_is_said_where_there_is_little_to_lose() -> None:
     )
     assert "Let prompts ask for an answer that can be extracted" in said(without_answer=40)
     assert "40 of its 60 outputs contain no extractable answer" in said(without_answer=40)
+    assert "39 of these were cut off at the length limit: raise --max-new-tokens" in said(without_answer=40, cut_off=39)
+    assert "cut off" not in said(without_answer=40, cut_off=1)
     poor = certificate(exact={"n": 60, "score": 0.0, "without_answer": None})
-    assert "There is little to lose here" in certificate_markdown(poor)
+    text, page = certificate_markdown(poor), certificate_page(poor, [])
+    assert text.index("There is little to lose here") < text.index("margin:0.5")  # above the finding
+    assert page.index("There is little to lose here") < page.index("What is claimed")
+    assert page.count("There is little to lose here") == 1
+
+
+def test_a_certificate_for_nothing_does_not_look_like_one() -> None:
+    nothing = certificate(certified=False)
+    for text in (certificate_markdown(nothing), certificate_page(nothing, [])):
+        assert "Nothing certified for some-pair" in text
+        assert "Certificate for" not in text
+    page = certificate_page(nothing, [])
+    assert page.count("Rules that were tried") == 1  # its heading
+    untried = [row["rule"] for row in nothing["candidates"]]
+    (folded,) = re.findall(r'<details class="untried"><summary>(.*?)</summary><p>(.*?)</p>', page)
+    assert folded[0] == f"{len(untried)} rules were not tried"
+    assert all(rule in folded[1] for rule in untried)
+    assert "<tbody>" not in page
 
 
 def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
@@ -371,7 +392,7 @@ def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
     words = (
         "f" * 64,
         "topk:5",
-        "not tried",
+        "Not tried",
         "selfjudge serve --recipe .",
         "certified after 300 prompts",
         "Attempt 1 on",

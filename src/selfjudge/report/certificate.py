@@ -1,4 +1,4 @@
-"""The certificate as a page and as text: a sentence, the evidence, all rules tried, answers lost and gained."""
+"""The certificate as a page and as text: a sentence, the evidence, the rules, answers lost and gained."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ SPEEDS = (
     "Speeds are of the certified rules with most tokens per pass. They, exact and plain decoding answered the same"
     " batches in turn."
 )
+
+
+def make_title(certificate: Mapping[str, Any]) -> str:
+    return f"{'Certificate' if certificate['certified'] else 'Nothing certified'} for {certificate['pair']}"
 
 
 def describe_result(certificate: Mapping[str, Any]) -> str:
@@ -100,11 +104,12 @@ def describe_doubt(certificate: Mapping[str, Any]) -> str:
         return ""
     reasons = [] if score is None else [f"exact itself scores {points(score)} of 100 points"]
     reasons += [f"{missed} of its {n} outputs contain no extractable answer"] if missed else []
-    advice = (
-        'Let prompts ask for an answer that can be extracted, such as "The answer is …"'
-        if missed > n / 2
-        else "Its answers are extracted, and wrong: take prompts that this target can answer, or another pair"
-    )
+    cut = exact.get("cut_off") or 0
+    advice = "Its answers are extracted, and wrong: take prompts that this target can answer, or another pair"
+    if missed > n / 2:
+        advice = 'Let prompts ask for an answer that can be extracted, such as "The answer is …"'
+        if cut > missed / 2:
+            advice = f"{cut} of these were cut off at the length limit: raise --max-new-tokens"
     return f"There is little to lose here: {' and '.join(reasons)}. {advice}, or certify agreement (--measure overlap)."
 
 
@@ -121,8 +126,7 @@ def _gain(certificate: Mapping[str, Any]) -> str:
 def _notes(certificate: Mapping[str, Any]) -> list[str]:
     """How the rule was found, and what the figures besides the claim are."""
     lines = [
-        *filter(None, [describe_doubt(certificate)]),
-        f"Measured: {certificate['measure_words']}. One observation a group: prompts of one `group` and near-duplicates"
+        f"Measured: {certificate['measure_words']}. One observation a group: prompts of one “group” and near-duplicates"
         f" ({certificate['similar']:.0%} of their 3-word pieces in common) count together, by their mean.",
         f"Attempt {certificate['attempt']} on these prompts, as far as this machine knows. All attempts together are"
         f" wrong with probability δ = {certificate['delta']:g} at most, so later ones have smaller shares.",
@@ -171,13 +175,13 @@ def list_commands(certificate: Mapping[str, Any]) -> list[str]:
     return [*lines, flags["vllm"]] if flags["vllm"] else lines
 
 
-def _candidates_table(certificate: Mapping[str, Any]) -> Table:
-    """Every rule that was tried, and the outcome."""
+def _split_candidates(certificate: Mapping[str, Any]) -> tuple[Table, str]:
+    """The rules that were tried with their outcomes, and a line that names the others."""
     by_m = certificate["speed_measure"] != "tokens_per_second"
     best = "against exact at its own best γ, which may be 0"
     columns = (
         word_column("rule", "rule"),
-        word_column("family", "family"),
+        word_column("outcome", "why", wide=True),
         GAMMA,
         Column("prompts", "n_used", whole),
         Column("change, points", "mean_difference", signed_points),
@@ -186,9 +190,14 @@ def _candidates_table(certificate: Mapping[str, Any]) -> Table:
         PER_PASS,
         Column("tokens/s", "tokens_per_second", tenths),
         Column("m × exact" if by_m else "speed × exact", "speed_ratio", fixed, "speed_ci", best),
-        word_column("outcome", "why", wide=True),
     )
-    return Table("candidates", "Every rule that was tried", columns, tuple(certificate["candidates"]))
+    tried = [row for row in certificate["candidates"] if row["n_used"]]
+    others: dict[str, list[str]] = {}
+    for row in certificate["candidates"]:
+        if not row["n_used"]:
+            others.setdefault(row["why"].removeprefix("not tried: "), []).append(row["rule"])
+    listed = "; ".join(f"{', '.join(rules)} ({why})" for why, rules in others.items())
+    return Table("candidates", "Rules that were tried", columns, tuple(tried)), listed
 
 
 def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
@@ -200,9 +209,11 @@ def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
 
 def certificate_markdown(certificate: Mapping[str, Any]) -> str:
     """The certificate as text; names of models and files are escaped, commands stand in a block of code."""
-    lines = [f"    {' '.join(line.split())}" for line in list_commands(certificate)]
+    table, untried = _split_candidates(certificate)
+    doubt = describe_doubt(certificate)
     parts = [
-        f"# Certificate for {escape(certificate['pair'])}",
+        f"# {escape(make_title(certificate))}",
+        *([f"**{doubt}**"] if doubt else []),
         describe_result(certificate),
         describe_claim(certificate),
         *(
@@ -211,7 +222,8 @@ def certificate_markdown(certificate: Mapping[str, Any]) -> str:
             else []
         ),
         "\n".join(f"- {line}" for line in _notes(certificate)),
-        _candidates_table(certificate).markdown().rstrip(),
+        *([table.markdown().rstrip()] if table.rows else []),
+        *([f"Not tried: {escape(untried)}."] if untried else []),
         "\n".join(f"- {name}: {escape(value)}" for name, value in _facts(certificate)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -220,9 +232,11 @@ def certificate_markdown(certificate: Mapping[str, Any]) -> str:
 def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
     """One self-contained HTML page. `examples` are answers lost and gained, with the tokens of both."""
     evidence = certificate["evidence"]
+    table, untried = _split_candidates(certificate)
     return render(
         "certificate.html",
-        title=f"Certificate for {certificate['pair']}",
+        title=make_title(certificate),
+        doubt=describe_doubt(certificate),
         finding=describe_result(certificate),
         claim=describe_claim(certificate),
         run=RUN,
@@ -230,7 +244,9 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
         notes=_notes(certificate),
         facts=_facts(certificate),
         drawing=draw(_evidence_chart(evidence, certificate["rule"])).svg if evidence else None,
-        table=_candidates_table(certificate),
+        table=table,
+        untried=untried,
+        count_untried=len(certificate["candidates"]) - len(table.rows),
         examples=[_example(encodable(dict(example))) for example in examples],
         data={},
     )

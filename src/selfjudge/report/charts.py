@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from selfjudge.report.formats import gain, points, show_number, signed_points
+from selfjudge.report.formats import change, gain, points, show_number
 from selfjudge.report.records import (
     MATCHING_WORDS,
     EvalRun,
@@ -22,8 +22,8 @@ from selfjudge.report.table import number_ids
 MOST_METHODS = 5
 """Number of methods in one chart; the tables have all."""
 GAIN = "gain in m against exact, %"
-POINTS_IN_VIEW = 15.0
-"""Points of score below `exact` that a trade-off shows: a rule that loses more would compress the others."""
+POINTS_TO_SCALE = 25.0
+"""Points of score below `exact` that a trade-off shows to scale: a rule that loses more would compress the others."""
 FIRST = ("exact", "judged", "margin", "fly", "topk")
 """Rules that a chart draws first, one method of each."""
 
@@ -61,10 +61,10 @@ class Chart:
     level: float | None = None
     """The y of a horizontal line, such as that of `exact`."""
     floor: float | None = None
-    """Points below it are out of view; lines run on to the edge."""
+    """Points below it are drawn at the lower edge, with their value beside them."""
 
-    def shows(self, point: Point) -> bool:
-        return self.floor is None or point.y >= self.floor
+    def is_below(self, point: Point) -> bool:
+        return self.floor is not None and point.y < self.floor
 
     @property
     def description(self) -> str:
@@ -83,14 +83,14 @@ def make_charts(results: Results) -> dict[str, list[Chart]]:
     return number_ids({"trade-off": trade_offs(results.runs), "agreement": agreements(results.runs)})
 
 
-def drop_far_points(chart: Chart) -> Chart:
-    """The chart without the points far below `exact`, unless hardly any would be left; its title counts them."""
+def put_far_points_at_the_edge(chart: Chart) -> Chart:
+    """The chart with the points far below `exact` at its lower edge, unless hardly any would be above."""
     assert chart.level is not None
-    clipped = replace(chart, floor=chart.level - POINTS_IN_VIEW)
-    in_view = [clipped.shows(p) for s in chart.series for p in s.points]
-    if all(in_view) or sum(in_view) < 2:
+    cut = replace(chart, floor=chart.level - POINTS_TO_SCALE)
+    below = [cut.is_below(p) for s in chart.series for p in s.points]
+    if not any(below) or below.count(False) < 2:
         return chart
-    return replace(clipped, title=f"{chart.title}; {in_view.count(False)} below, out of view")
+    return replace(cut, title=f"{chart.title}; {sum(below)} below, at the edge")
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ def trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
     """The change of the score, paired with `exact`, against the gain in m: a line a method, a point a threshold."""
     for facet in _facets(runs, lambda r: r.delta_score is not None):
         run = facet.first
-        finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {signed_points(run.delta_score)} points"
+        finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {change(run.delta_score, run.delta_ci)}"
         axes = GAIN, f"change of {run.measure}, points"
         name = slug("trade-off", facet.slug)
-        yield drop_far_points(Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0))
+        yield put_far_points_at_the_edge(Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0))
 
 
 def _score_point(run: EvalRun) -> Point:

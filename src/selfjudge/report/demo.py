@@ -25,7 +25,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
     gain = result.get("gain") or {"rows": []}
     return render(
         "demo.html",
-        title="Speculative decoding with a judge, on this machine",
+        title="Speculative decoding on this machine",
         findings=describe_result(result),
         gain=gain if gain["rows"] else None,
         gain_table=_gain_table(gain) if gain["rows"] else None,

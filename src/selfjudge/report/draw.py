@@ -11,13 +11,13 @@ import re
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from selfjudge.report.charts import Chart, Point, Series
-from selfjudge.report.formats import show_number
+from selfjudge.report.formats import fixed, show_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,17 +38,17 @@ VARIABLES = {
     INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", FAINT: "var(--faint)", PAPER: "var(--paper)",
 }  # fmt: skip
 SETTINGS: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "selfjudge", "text.parse_math": False, "font.size": 11,
+    "svg.fonttype": "none", "svg.hashsalt": "selfjudge", "text.parse_math": False, "font.size": 12,
     "axes.edgecolor": RULE, "axes.labelcolor": INK, "axes.facecolor": "none", "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "grid.color": FAINT, "figure.facecolor": "none",
     "xtick.labelcolor": SOFT, "ytick.labelcolor": SOFT, "xtick.bottom": False, "ytick.left": False,
-    "text.color": INK, "lines.linewidth": 1.6, "legend.frameon": False, "legend.fontsize": 9,
+    "text.color": INK, "lines.linewidth": 1.6, "legend.frameon": False, "legend.fontsize": 11,
 }  # fmt: skip
 
-WIDTH, HEIGHT = 460, 310
-LEFT, RIGHT, TOP, BOTTOM = 50, 16, 12, 44
+WIDTH, HEIGHT = 420, 280
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 46
 """Sizes of a drawing, in points."""
-LETTER = 6.4
+LETTER = 7.0
 """Approximate width of a letter, in points."""
 LONGEST_TEXT, LONGEST_TITLE = 48, 76
 KEPT = ("fill", "stroke", "stroke-width", "stroke-dasharray", "text-anchor", "font-weight", "font-size")
@@ -72,7 +72,7 @@ def draw(chart: Chart) -> Drawing:
         warnings.simplefilter("ignore", UserWarning)  # letters that matplotlib's fonts lack are boxes in the PNG
         labels = [_shorten(series.name) for series in chart.series if len(chart.series) > 1]
         columns = max(1, min(len(labels), int(WIDTH / (LETTER * max(map(len, labels), default=1) + 40))))
-        below = BOTTOM + (14 * -(-len(labels) // columns) + 8 if labels else 0)
+        below = BOTTOM + (17 * -(-len(labels) // columns) + 8 if labels else 0)
         height = HEIGHT - BOTTOM + below
         figure = Figure(figsize=(WIDTH / 72, height / 72))
         size = (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / height
@@ -118,18 +118,22 @@ def _draw_lines(axes: Axes, chart: Chart) -> Tooltips:
     if chart.level is not None:
         axes.axhline(chart.level, color=SOFT, linewidth=1, linestyle=(0, (2, 4)), clip_on=False)
     for place, series in enumerate(chart.series):
-        in_view = [p for p in series.points if chart.shows(p)]
-        if len(series.points) > 1:
-            is_cut = len(in_view) < len(series.points)
-            axes.add_line(_line(*_coordinates(series.points), series.style, gid=f"line-{place}", clip_on=is_cut))
-        if in_view and series.marked:
-            axes.add_line(_marks(*_coordinates(in_view), series.style, gid=f"mark-{place}", zorder=3))
-            tooltips[f"mark-{place}"] = [p.label for p in in_view]
-            _draw_tags(axes, series, in_view, f"tag-{place}")
-        for point in (p for p in in_view if p.interval is not None):
+        drawn = [_at_the_edge(p, low) if chart.is_below(p) else p for p in series.points]
+        if len(drawn) > 1:
+            axes.add_line(_line(*_coordinates(drawn), series.style, gid=f"line-{place}"))
+        if drawn and series.marked:
+            axes.add_line(_marks(*_coordinates(drawn), series.style, gid=f"mark-{place}", zorder=3))
+            tooltips[f"mark-{place}"] = [p.label for p in drawn]
+            _draw_tags(axes, series, drawn, f"tag-{place}")
+        for point in (p for p in drawn if p.interval is not None):
             ends = [max(low, min(high, end)) for end in point.interval or ()]
             axes.plot([point.x] * 2, ends, color=_colour(series.style), linewidth=1.2, zorder=2, clip_on=False)
     return tooltips
+
+
+def _at_the_edge(point: Point, edge: float) -> Point:
+    """The point where it can be seen, with its value beside it."""
+    return replace(point, y=edge, tag=f"{point.tag} ↓ {fixed(point.y, 1)}".strip(), interval=None)
 
 
 def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
@@ -137,8 +141,9 @@ def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def _draw_tags(axes: Axes, series: Series, points: Sequence[Point], gid: str) -> None:
-    below = -14 if series.style % 2 else 7  # neighbouring series do not write into the same place
     for point in (p for p in points if p.tag):
+        # neighbouring series do not write into the same place, and none into the axis
+        below = -14 if series.style % 2 and "↓" not in point.tag else 7
         axes.annotate(
             _shorten(point.tag), (point.x, point.y), (0, below), textcoords="offset points", ha="center",
             weight="bold", color=_colour(series.style), gid=gid, zorder=4,
@@ -146,14 +151,15 @@ def _draw_tags(axes: Axes, series: Series, points: Sequence[Point], gid: str) ->
 
 
 def _set_axes(axes: Axes, chart: Chart) -> None:
-    """Limits that hold every point in view, round ticks and names."""
+    """Limits that hold every point, down to the chart's floor; round ticks and names."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    in_view = [p for s in chart.series for p in s.points if chart.shows(p)]
-    ends = [end for p in in_view for end in p.interval or () if chart.floor is None or end >= chart.floor]
-    levels = [] if chart.level is None else [chart.level]
-    axes.set_xlim(*_with_margin([p.x for p in in_view]))
-    axes.set_ylim(*_with_margin([*(p.y for p in in_view), *ends, *levels]))
+    points = [p for s in chart.series for p in s.points]
+    to_scale = [p for p in points if not chart.is_below(p)]
+    ends = [end for p in to_scale for end in p.interval or () if chart.floor is None or end >= chart.floor]
+    levels = [level for level in (chart.level, chart.floor) if level is not None]
+    axes.set_xlim(*_with_margin([p.x for p in points]))
+    axes.set_ylim(*_with_margin([*(p.y for p in to_scale), *ends, *levels]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         axis.set_major_formatter(FuncFormatter(lambda value, _: show_number(value)))

@@ -35,6 +35,15 @@ def signed_points(value: float | None) -> str:
     return signed(None if value is None else 100 * value, 1)
 
 
+def contains_zero(interval: Any) -> bool:
+    return interval is not None and interval[0] <= 0 <= interval[1]
+
+
+def change(value: float | None, interval: Any) -> str:
+    """A change of the score in points, if its interval shows one."""
+    return "no change shown" if contains_zero(interval) else f"{signed_points(value)} points"
+
+
 def percent(value: Any) -> str:
     return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if isinstance(value, int | float) else show_text(value)
 

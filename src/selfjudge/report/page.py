@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -66,6 +67,7 @@ def report(folders: Sequence[Path], out: Path) -> Content:
         **_describe_runs(results.runs),
         sections=_sections(tables, charts, drawings, {"viewer"} if viewer["runs"] else set()),
         sentences=() if first is None else first.sentences,
+        warning="" if first is None else first.warning,
         skipped=results.skipped,
         data=viewer,
     )
@@ -122,6 +124,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    templates.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[,:@])", text))
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return templates
 

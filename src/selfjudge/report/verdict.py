@@ -10,20 +10,33 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, drop_far_points, in_points
-from selfjudge.report.formats import fixed, gain, percent, points, show_interval, signed_points, whole
+from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, in_points, put_far_points_at_the_edge
+from selfjudge.report.formats import (
+    change,
+    contains_zero,
+    fixed,
+    gain,
+    percent,
+    points,
+    show_interval,
+    signed_points,
+    whole,
+)
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
 from selfjudge.report.table import AGREEMENT, PER_PASS, RULE, Column, Row, Table
 from selfjudge.report.tables import average_row
 
 LOW_SCORE = 0.1
 """A score of `exact` below which a rule can hardly lose anything."""
+FEW_PROMPTS = 100
+"""Below so many prompts a loss of 3 points may go unseen, even if not one answer changed."""
 
 
 class VerdictSection(NamedTuple):
     sentences: Sequence[str]
     chart: Chart
     table: Table
+    warning: str
 
 
 def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
@@ -41,8 +54,9 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     rows = list(map(average_row, [exact, *others]))
     where = f"{', '.join(map(task_title, tasks))}, γ = {gamma}" + (f", {pair}" if len(counts) > 1 else "")
     score = sum(run.score for run in exact) / len(exact)
-    prompts = f"{where}; {whole(sum(run.n for run in exact))} prompts"
-    return VerdictSection(_sentences(rows[1:], prompts, score), _chart(rows), _table(rows, where))
+    n = sum(run.n for run in exact)
+    sentences = _sentences(rows[1:], f"{where}; {whole(n)} prompts", score)
+    return VerdictSection(sentences, _chart(rows), _table(rows, where), _warn_of_few(n))
 
 
 def _covered_tasks(runs: Sequence[EvalRun]) -> list[str]:
@@ -70,11 +84,19 @@ def _choose_rules(runs: Sequence[EvalRun], tasks: Sequence[str], gamma: int) -> 
 
 def _change(row: Row) -> str:
     interval = show_interval(row["delta_ci"], signed_points)
-    return " ".join(filter(None, (signed_points(row["delta_score"]), interval, "points")))
+    note = "(no change shown)" if contains_zero(row["delta_ci"]) else ""
+    return " ".join(filter(None, (signed_points(row["delta_score"]), interval, "points", note)))
+
+
+def _warn_of_few(n: int) -> str:
+    """The largest share that may be lost in truth although none of n prompts shows it, with 95 % confidence."""
+    unseen = whole(100 * (1 - 0.05 ** (1 / max(n, 1))))
+    few = f"Only {whole(n)} prompts: up to {unseen} points may be lost even where no answer changed."
+    return f"{few} Take {FEW_PROMPTS} or more." if n < FEW_PROMPTS else ""
 
 
 def _sentences(rows: Sequence[Row], where: str, exact_score: float) -> list[str]:
-    """The gain and cost of the first rule, those of the others, and the largest gain without a measurable loss."""
+    """The gain and cost of the first rule, those of the others, and where no loss is shown."""
     first, *others = rows
     sentences = [
         f"{first['rule']} yields {gain(first['m_ratio'])} tokens per target pass against exact and changes the score by"
@@ -95,11 +117,8 @@ def _loss_sentence(rows: Sequence[Row], exact_score: float) -> str:
     without_loss = [row for row in rows if row["delta_ci"] is not None and row["delta_ci"][1] >= 0]
     if not without_loss:
         return "Every one of them loses measurably: use exact where the answer counts."
-    best = max(without_loss, key=lambda row: row["m_ratio"])
-    return (
-        f"Of those whose interval does not exclude 0, {best['rule']} gains most; an interval that contains 0 is not"
-        " a proof that nothing is lost."
-    )
+    names = ", ".join(row["rule"] for row in without_loss)
+    return f"No loss is shown for {names}; that is not a proof that nothing is lost."
 
 
 def _chart(rows: Sequence[Row]) -> Chart:
@@ -111,8 +130,9 @@ def _chart(rows: Sequence[Row]) -> Chart:
         x, y = 100 * (row["m_ratio"] - 1), 100 * row["delta_score"]
         series.append(Series(row["rule"], style, (Point(x, y, label, interval=in_points(row["delta_ci"])),)))
     first = others[0]
-    finding = f"{first['rule']}: {gain(first['m_ratio'])} m, {signed_points(first['delta_score'])} points"
-    return drop_far_points(Chart("verdict", finding, GAIN, "change of the score, points", tuple(series), level=0.0))
+    finding = f"{first['rule']}: {gain(first['m_ratio'])} m, {change(first['delta_score'], first['delta_ci'])}"
+    chart = Chart("verdict", finding, GAIN, "change of the score, points", tuple(series), level=0.0)
+    return put_far_points_at_the_edge(chart)
 
 
 def _table(rows: Sequence[Row], where: str) -> Table:

@@ -280,6 +280,8 @@ class ExactScore(TypedDict):
     n: Count
     score: Score | None
     without_answer: Count | None
+    cut_off: NotRequired[Count | None]
+    """Outputs without an answer that ended at the length limit."""
 
 
 class OverlapBound(TypedDict):

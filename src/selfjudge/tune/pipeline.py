@@ -204,11 +204,14 @@ def _describe_exact(job: TuneJob, result: TuneResult) -> dict[str, Any]:
     """How `exact` itself does: its mean score, and in how many of its answers none was found where one is right."""
     rows = max((trial.exact for trial in result.trials), key=len, default=[])
     scores = [row["score"] for row in rows if job.measure.name == "score"]
-    missed = [row["answer"] is None for prompt, row in zip(job.prompts, rows, strict=False) if prompt.gold is not None]
+    asked = [row for prompt, row in zip(job.prompts, rows, strict=False) if prompt.gold is not None]
+    missed = [row for row in asked if row["answer"] is None]
+    counts = bool(asked) and job.measure.name != "overlap"
     return {
         "n": len(rows),
         "score": float(np.mean(scores)) if scores else None,
-        "without_answer": sum(missed) if missed and job.measure.name != "overlap" else None,
+        "without_answer": len(missed) if counts else None,
+        "cut_off": sum(row["finish"] == "length" for row in missed) if counts else None,
     }
 
 
