@@ -37,6 +37,7 @@ from selfjudge.report.tables import make_tables
 from selfjudge.store import parse_json, read_json, read_rows, read_tensors, sha256, write_json
 from selfjudge.tasks.benchmarks import File
 from selfjudge.train.dataset import LabelledRows
+from selfjudge.train.pipeline import train_judge
 
 Change = Callable[[Any], Any]
 
@@ -400,6 +401,39 @@ def mutate(value: Any, dice: random.Random) -> Any:
         else:
             container[key] = json.loads(json.dumps(dice.choice(VALUES)))
     return value
+
+
+def swap_labels(labels: Path) -> None:
+    """Call every bad token of a folder acceptable and every acceptable one bad; the counts follow, checksums do not."""
+    manifest = json.loads((labels / "manifest.json").read_text())
+    for part in manifest["shards"]:
+        file = labels / next(iter(part["files"]))
+        rows = [row | {"label": 1 - row["label"]} for row in map(json.loads, file.read_text().splitlines())]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        part["acceptable"] = sum(row["label"] for row in rows)
+    manifest["acceptable"] = sum(part["acceptable"] for part in manifest["shards"])
+    (labels / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_altered_labels_are_refused_and_sealed_again_they_name_themselves(tmp_path: Path) -> None:
+    """A seal has no secret: whoever alters labels can seal them again. The judge then says that they are others."""
+    honest = label_folder(tmp_path / "honest", prompts=40, each=5, shards=2)
+    altered = Path(shutil.copytree(honest, tmp_path / "altered"))
+    swap_labels(altered)
+    with pytest.raises(SelfJudgeError, match=r"labels-00000\.jsonl is missing or damaged"):
+        train_judge([altered], tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    reseal(altered)
+    copied = Path(shutil.copytree(honest, tmp_path / "copied"))
+    digests = {}
+    for folder in (honest, altered, copied):
+        judge = tmp_path / f"judge-{folder.name}"
+        digests[folder.name] = train_judge([folder], judge)["labels_sha256"]
+        assert JudgeConfig.from_pretrained(judge).labels_sha256 == digests[folder.name]
+        assert digests[folder.name] in (judge / "README.md").read_text()
+    assert len(digests["honest"]) == 64
+    assert digests["honest"] == digests["copied"]
+    assert digests["altered"] != digests["honest"]
 
 
 def use_labels(files: Path) -> None:

@@ -9,6 +9,7 @@ The holdout chooses nothing but θ, and no prompt belongs to two parts.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -110,7 +111,14 @@ def make_judge_config(rows: LabelledRows, config: TrainConfig) -> JudgeConfig:
         acceptable=config.acceptable,
         margin_limit=config.margin_limit,
         sources=tuple(str(name) for name in np.unique(rows.sources[rows.used])),
+        labels_sha256=_hash_labels(rows.manifests),
     )
+
+
+def _hash_labels(manifests: Sequence[dict[str, Any]]) -> str:
+    parts = [part for manifest in manifests for part in (manifest, *manifest["shards"])]
+    checksums = sorted(checksum for part in parts for checksum in part["files"].values())
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()
 
 
 def measure_on_holdout(
