@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 SIZE, FRAME, LAST = (940, 860), 200, 3500
 """Pixels of the page, and milliseconds of a frame and of the last one."""
-JUDGED = ".card .token.judge"
 COUNT = "document.querySelectorAll('.card .token').length"
 
 
@@ -42,7 +41,7 @@ def wait_for_server(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def record(browser: Browser, question: str, tokens: int) -> list[Image.Image]:
-    """The page as the question stands there and as answers come, at last with the reason for one substituted token.
+    """The page as the question stands there and as both answers come: plain decoding, and `exact` beside it.
 
     It ends with the first answer, before the page says how fast it was, which is a matter of the machine.
     """
@@ -53,23 +52,19 @@ def record(browser: Browser, question: str, tokens: int) -> list[Image.Image]:
             browser.screenshot(Path(file.name))
             frames.append(Image.open(io.BytesIO(Path(file.name).read_bytes())).convert("RGB"))
 
-    browser.run("document.querySelector('[value=quality]').click()")
-    browser.run("document.getElementById('amount').value = 0.9")
-    browser.choose("#gamma", "5")
-    browser.run("document.getElementById('amount').dispatchEvent(new Event('input', {bubbles: true}))")
+    browser.choose("#compare", "plain")
+    browser.run("document.getElementById('settings').open = false")
+    browser.run("document.getElementById('ask').dispatchEvent(new Event('input'))")
     browser.run(f"document.getElementById('length').value = {tokens}")
     browser.run(f"document.getElementById('question').value = {json.dumps(question)}")
     browser.run("document.getElementById('question').focus()")
     take()
     browser.press("Enter")
-    shown, pointed = 0, False
+    shown = 0
     while browser.run("[...document.querySelectorAll('.card')].every(card => card.hasAttribute('aria-busy'))"):
         if (now := browser.run(COUNT)) > shown + 2:
             take()
             shown = now
-        if not pointed and now > 1.2 * tokens and browser.run(f"document.querySelector('{JUDGED}') !== null"):
-            browser.point(JUDGED)
-            pointed = True
         time.sleep(0.05)
     return frames
 

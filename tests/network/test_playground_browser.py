@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shlex
 import socket
 import threading
@@ -183,7 +184,7 @@ def test_a_token_says_why_it_is_there(opened: Browser, server: Server) -> None:
 
 
 def test_settings_apply_to_the_next_answer(opened: Browser, server: Server) -> None:
-    opened.run("document.getElementById('beside').click()")
+    opened.choose("#compare", "")
     opened.choose("#gamma", "5")
     opened.run("document.querySelector('[value=quality]').click()")
     opened.run(
@@ -204,7 +205,7 @@ def test_settings_apply_to_the_next_answer(opened: Browser, server: Server) -> N
     (card,) = cards(opened)
     assert card["text"] == told(server, "w7 w8", rule="margin", price=0.5, gamma=5).choices[0].message.content
     opened.choose("#rule", "exact")
-    opened.run("document.getElementById('beside').click()")
+    opened.choose("#compare", "exact")
     opened.run("document.getElementById('ask').dispatchEvent(new Event('input'))")
     ask(opened, "w9")
     assert [card["name"] for card in cards(opened)] == ["lossless" + "exact, γ 5"]  # nothing to put beside it
@@ -220,22 +221,49 @@ def test_gamma_says_what_the_chosen_rule_is_decoded_with(
         opened.run("document.getElementById('ask').dispatchEvent(new Event('input'))")
         return opened.run("document.getElementById('gamma').selectedOptions[0].textContent")
 
-    assert said() == "the server’s: 3, lossless auto"
+    assert said() == "the server’s: auto"  # what the server does is preset
+    assert opened.run("document.getElementById('summary').textContent") == "exact, γ auto"
+    ask(opened, "w7 w8")
+    assert [card["name"] for card in cards(opened)] == ["losslessexact, γ auto"]
+    opened.choose("#rule", "margin")
+    opened.run("document.getElementById('rule').dispatchEvent(new Event('input', {bubbles: true}))")
+    assert said() == "the server’s: 3, lossless auto"  # a relaxed answer stands beside the lossless one
     ask(opened, "w7 w8")
     lossless, relaxed = (card["name"] for card in cards(opened))
     assert lossless == "losslessexact, γ auto"
     assert relaxed.endswith("γ 3")
-    opened.choose("#rule", "margin")
-    assert said() == "the server’s: 3, lossless auto"
-    opened.run("document.getElementById('beside').click()")
+    opened.choose("#compare", "")
     assert said() == "the server’s: 3"
-    opened.choose("#rule", "exact")
-    assert said() == "the server’s: auto"
-    assert opened.run("document.getElementById('summary').textContent") == "exact, γ auto"
-    ask(opened, "w7 w8")
-    assert [card["name"] for card in cards(opened)] == ["losslessexact, γ auto"]
     opened.choose("#gamma", "5")
     assert said() == "5"
+
+
+def test_plain_decoding_beside_exact_shows_the_gain(
+    browser: Browser, start: Callable[..., Server], endless: list[str]
+) -> None:
+    opened = visit(browser, start(*endless[: endless.index("--gamma")], "--rule", "exact").url)
+    opened.choose("#compare", "plain")
+    ask(opened, "w1 w2 w3")
+    plain, exact = cards(opened)
+    assert (plain["name"], exact["name"]) == ("plainno draft", "losslessexact, γ auto")
+    assert plain["text"] == exact["text"]
+    assert "same text" in exact["figures"]
+    assert "1.00 tokens per pass (m)" in plain["figures"]
+    assert set(plain["origins"]) == {"target"}
+    assert re.search(r"\d\.\d × plain here", exact["figures"])
+    assert "×" not in plain["figures"]
+    rates = opened.run("[...document.querySelectorAll('.card')].map(card => rate(cards.get(card)))")
+    assert f"{rates[1] / rates[0]:.1f} × plain here" in exact["figures"]
+    opened.choose("#compare", "")
+    ask(opened, "w1 w2 w3")
+    (alone,) = cards(opened)
+    busy = opened.run("cards.get(document.querySelector('.turn:last-child .card')).statistics.busy")
+    assert ("machine busy" if busy else "× plain here") in alone["figures"] or opened.run("state.plain") is None
+    said = opened.run(
+        "[{}, {busy: 'b'}, {speed_over_plain: 2}, {busy: 'b', speed_over_plain: 2}].map(more => { state.plain = null;"
+        " return speedAgainstPlain({statistics: {tokens_per_second: 9, ...more}}); })"
+    )
+    assert said == ["", "", "about 2.0 × plain here", ""]  # no factor of a busy machine
 
 
 def test_copies_run_as_they_are(opened: Browser) -> None:

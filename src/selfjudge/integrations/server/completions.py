@@ -209,6 +209,7 @@ class Completion:
             "mean_accepted_length": result.mean_accepted_length,
             "judged_share": result.judged_share,
             "tokens_per_second": len(result.tokens) / seconds if seconds else None,
+            "speed_over_plain": result.speed_over_plain,
             "busy": self.job.load.describe(),
         }
         if self.options.judged_tokens:

@@ -7,7 +7,7 @@ const make = (name, kind, text) => {
   return node;
 };
 
-const state = { model: "", facts: {}, history: [], running: null };
+const state = { model: "", facts: {}, history: [], running: null, plain: null }; // plain: its tokens/s here, once known
 const cards = new WeakMap(); // an answer's element → all that is known about it
 const isVllm = () => state.facts.backend === "vllm";
 
@@ -87,7 +87,7 @@ function addCard(turn, name, body) {
   const node = make("article", "card");
   const card = { node, name, body, tokens: [], cells: [], text: "", cycle: 0, parted: -1, begun: 0, ended: 0 };
   card.heading = make("h2", "", name);
-  card.figures = make("p", "figures");
+  card.figures = make("p", "figures", "reading the prompt …");
   card.content = make("div", "text");
   card.content.setAttribute("role", "group");
   card.content.setAttribute("aria-label", `Answer, ${name}`);
@@ -153,10 +153,25 @@ const rate = (card) => {
   return card.ended > card.begun ? (1000 * (card.tokens.length - 1)) / (card.ended - card.begun) : null;
 };
 
+// passes of two answers take turns, so that other programs slow both: their ratio holds on a busy machine, too
+function speedAgainstPlain(card, other) {
+  if (!card.statistics || !rate(card)) return "";
+  const { busy, speed_over_plain: own } = card.statistics;
+  if (card.isPlain) {
+    if (!busy) state.plain = rate(card);
+    return "";
+  }
+  if (other?.isPlain) return other.statistics && rate(other) ? `${(rate(card) / rate(other)).toFixed(1)} × plain here` : "";
+  if (busy) return "";
+  if (own) state.plain = rate(card) / own;
+  return state.plain ? `about ${(rate(card) / state.plain).toFixed(1)} × plain here` : "";
+}
+
 function showFigures(card, all) {
-  const other = all.find((one) => one !== card && one.lossless);
+  const other = all.find((one) => one !== card && one.isReference);
   const { rule, theta, price, gamma } = card.statistics ?? {};
-  if (rule) card.heading.replaceChildren(card.name, make("small", "", described({ rule, theta, price, gamma })));
+  if (rule) card.heading.replaceChildren(card.name, make("small", "", card.isPlain ? "no draft" : described({ rule, theta, price, gamma })));
+  if (!card.tokens.length && !card.done) return; // it is still reading the prompt
   const parts = [];
   const add = (value, digits, unit, before) => {
     if (value === null) return;
@@ -168,12 +183,14 @@ function showFigures(card, all) {
   const drafted = other && meanLength(other) > 1; // against plain decoding m says nothing of the rule
   add(meanLength(card), 2, "tokens per pass (m)", drafted && meanLength(other));
   const busy = card.statistics?.busy || other?.statistics?.busy; // then one speed says nothing about the other
-  add(rate(card), 0, "tokens/s", other && !busy && rate(other));
+  add(rate(card), rate(card) < 10 ? 1 : 0, "tokens/s", !busy && !other?.isPlain && other && rate(other));
+  const speed = speedAgainstPlain(card, other);
+  if (speed) parts.push(make("b", "speed", speed));
   if (card.statistics?.busy) parts.push(Object.assign(make("span", "", "machine busy"), { title: card.statistics.busy }));
   const judged = card.tokens.filter((token) => token.origin === "judge").length;
   if (!card.lossless && card.tokens.length) add((100 * judged) / card.tokens.length, 0, "% judged");
-  if (card.parted > 0 && !card.lossless) parts.push(make("span", "", `same for ${card.parted} tokens`));
-  if (card.cutOff) parts.push(make("span", "", "cut off"));
+  if (card.parted > 0 && !card.isReference) parts.push(make("span", "", `same for ${card.parted} tokens`));
+  if (card.cutOff) parts.push(make("span", "", `cut off at ${card.tokens.length} tokens`));
   if (card.parted < 0 && all.length > 1 && all.every((one) => one.done && one.text)) parts.push(make("span", "", "same text"));
   card.figures.replaceChildren(...parts.flatMap((part, i) => (i ? [" · ", part] : [part])));
 }
@@ -337,7 +354,8 @@ function chosen() {
 // what an answer is decoded with where the box names no γ; vLLM has one γ for all
 const ownGamma = (lossless) => (lossless ? state.facts.gamma_exact : state.facts.gamma_relaxed) ?? state.facts.gamma;
 const isLossless = () => LOSSLESS.includes(chosen().rule ?? state.facts.rule);
-const withLossless = () => at("beside").checked && !isLossless();
+// what stands beside an answer: nothing where it would be the same request
+const reference = () => (at("compare").value === "exact" && isLossless() ? "" : at("compare").value);
 
 function refreshSettings() {
   const rule = (ruleText() || state.facts.rule || "").split(":")[0];
@@ -353,10 +371,11 @@ function refreshSettings() {
     at("amount-name").textContent = measure();
   }
   at("amount-said").textContent = Number(at("amount").value).toFixed(2);
+  at("compare").options[2].disabled = isLossless();
   const own = ownGamma(isLossless()), other = ownGamma(true);
-  const beside = withLossless() && own !== other ? `, lossless ${other}` : "";
+  const beside = reference() === "exact" && own !== other ? `, lossless ${other}` : "";
   if (own !== undefined) at("gamma").options[0].textContent = `the server’s: ${own}${beside}`; // else not connected yet
-  at("summary").textContent = described({ ...state.facts, gamma: own, ...chosen() }) + (withLossless() ? ", beside lossless" : "");
+  at("summary").textContent = described({ ...state.facts, gamma: own, ...chosen() }) + (reference() ? `, beside ${reference()}` : "");
 }
 
 function fill(select, options) {
@@ -381,7 +400,8 @@ async function connect() {
   at("server").textContent = [state.model, described(facts), facts.device, facts.dtype, isVllm() && "vLLM"].filter(Boolean).join(" · ");
   const rules = RULES.filter((rule) => rule !== "judged" || facts.judge).map((rule) => [rule, rule === "exact" ? "exact (lossless)" : rule]);
   fill(at("rule"), [["", `the server’s: ${facts.rule}`], ...rules, ["other", "other …"]]);
-  if (facts.rule === "exact" && !facts.recipe) at("rule").value = facts.judge ? "judged" : "margin"; // something to see beside lossless
+  at("compare").value = isLossless() ? "" : "exact";
+  at("compare").options[1].hidden = isVllm(); // its γ is one for all
   fill(at("gamma"), [["", ""], ["auto", "auto"], ...Array.from({ length: 21 }, (_, i) => [String(i), String(i)])]);
   at("gamma").disabled = isVllm();
   if (facts.max_tokens) at("length").max = facts.max_tokens;
@@ -418,12 +438,12 @@ async function ask(question) {
   const how = chosen(), lossless = isLossless();
   state.history.push({ role: "user", content: question });
   const turn = addTurn(question), all = [];
-  if (withLossless()) {
-    const own = how.gamma === undefined ? {} : { gamma: how.gamma };
-    all.push(addCard(turn, "lossless", requestBody({ off: true, ...own })));
+  if (reference()) {
+    const isPlain = reference() === "plain", gamma = isPlain ? 0 : how.gamma;
+    const card = addCard(turn, isPlain ? "plain" : "lossless", requestBody({ off: true, ...(gamma === undefined ? {} : { gamma }) }));
+    all.push(Object.assign(card, { isPlain, isReference: true, lossless: true }));
   }
-  all.push(addCard(turn, lossless ? "lossless" : "relaxed", requestBody(how)));
-  all[0].lossless = all.length > 1 || lossless;
+  all.push(Object.assign(addCard(turn, lossless ? "lossless" : "relaxed", requestBody(how)), { lossless }));
   turn.parentNode.scrollIntoView({ block: "start", behavior: "instant" });
   busy(true);
   await Promise.all(all.map((card) => stream(card, all, state.running.signal)));
@@ -453,6 +473,9 @@ function submit(event) {
 
 at("ask").addEventListener("submit", submit);
 at("ask").addEventListener("input", refreshSettings);
+at("rule").addEventListener("input", () => {
+  if (at("compare").value !== "plain") at("compare").value = isLossless() ? "" : "exact"; // what a relaxed answer changes
+});
 at("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
 });
