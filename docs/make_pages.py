@@ -227,11 +227,11 @@ ENGINES = {
     "plain": "plain", "exact": "`exact`", "vllm": "vLLM, plain", "vllm-draft": "vLLM, draft model", "vllm-head": "vLLM, same head",
     "llama": "llama.cpp, plain",
 }  # fmt: skip
-MACHINES = {"h200": "H200, bfloat16", "x86": "two x86 cores, 4 bits", "arm": "two ARM cores, 4 bits"}
+HOSTS = {"h200": "H200", "x86": "two x86 cores", "arm": "two ARM cores"}
 
 
 def engines() -> str:
-    """A column an engine, a row a machine and task; the fastest is bold, its limits are at the end."""
+    """A row a machine and task: our engine, the others, m and the number of prompts; the fastest is bold."""
     columns = ("plain", "exact", "vllm", "vllm-head", "llama")
     names = [(f"h200-{task}-{batch}", BESIDE_VLLM) for task in ("gsm8k", "dolly") for batch in (1, 64)]
     for host, folder in CPUS.items():
@@ -242,19 +242,18 @@ def engines() -> str:
     rows = []
     for name, file in names:
         row, (host, task, *batch) = figures()[name], name.split("-")
-        title = "SmolLM2, mixed prompts" if task == "smollm2" else f"Qwen, {task_title(task)}"
-        title += f", {batch[0]} at a time" if batch else ""
+        title = "SmolLM2, mixed" if task == "smollm2" else f"Qwen, {task_title(task)}"
+        title += f" × {batch[0]}" if batch else ""
         fastest = max(row.get(column, 0) for column in columns)
-        cells = [number(row[column]) if column in row else "–" for column in columns]
-        cells = [
-            f"**{cell}**" if row.get(column) == fastest else cell for column, cell in zip(columns, cells, strict=True)
-        ]
-        seen = "other prompts" if task == "smollm2" else "its training rows"
-        rows.append(
-            [title, f"[{MACHINES[host]}](FILES{file})", *cells, f"{row['m-exact']:.1f}", number(row["n"]), seen]
+        cells = {column: number(row[column]) for column in columns if column in row}
+        cells = {column: f"**{cell}**" if row[column] == fastest else cell for column, cell in cells.items()}
+        other = (
+            f"llama.cpp {cells['llama']}" if "llama" in cells else f"vLLM {cells['vllm']}, head {cells['vllm-head']}"
         )
-    titles = [*(ENGINES[column] for column in columns), "tokens per pass (m)", "prompts", "the draft has seen"]
-    return markdown_table(["tokens/s", "host, file", *titles], rows, "ll" + "r" * (len(titles) - 1) + "l")
+        figures_of_exact = [f"{row['m-exact']:.1f}", number(row["n"])]
+        rows.append([title, f"[{HOSTS[host]}](FILES{file})", cells["plain"], cells["exact"], other, *figures_of_exact])
+    head = ["tokens/s", "host", "plain", "`exact`", "others", "m", "prompts"]
+    return markdown_table(head, rows, "llrrlrr")
 
 
 def by_engine(columns: dict[str, str], lines: Iterable[str]) -> str:

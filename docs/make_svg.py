@@ -55,9 +55,9 @@ def draw(prompt: str, pieces: list[Piece], caption: str) -> str:
         delay = 0.6 + SECONDS * number / len(grouped)
         groups.append(f'<g class="pass" style="animation-delay:{delay:.2f}s">{"".join(marks)}</g>')
     width, height = round(40 + COLUMNS * WIDTH), (y + 3) * LINE
-    legend = (
-        "green: drafted, a pass saved · black on yellow: accepted against the target's choice · plain: the target's own"
-    )
+    relaxed = any(origin == "judge" for _, origin in pieces)
+    judged = "black on yellow: accepted against the target's choice · " if relaxed else ""
+    legend = f"green: drafted, a pass saved · {judged}plain: written by the target itself"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(caption)}">',
@@ -82,23 +82,20 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--pair", default="qwen2.5-coder-1.5b")
     options.add_argument("--prompt", default="Why do leaves change colour in autumn?")
-    options.add_argument("--rule", default="judged")
-    options.add_argument("--quality", type=float, default=0.9)
+    options.add_argument("--quality", type=float, help="relax by the judge, instead of `exact`")
     options.add_argument("--gamma", type=int, default=5)
     options.add_argument("--max-new-tokens", type=int, default=150)
     given = options.parse_args()
     pair = Pair.load(given.pair)
-    answer = stream(
-        pair, given.prompt, given.rule, quality=given.quality, gamma=given.gamma, max_new_tokens=given.max_new_tokens
-    )
+    rule = {"rule": "exact"} if given.quality is None else {"rule": "judged", "quality": given.quality}
+    answer = stream(pair, given.prompt, gamma=given.gamma, max_new_tokens=given.max_new_tokens, **rule)
     pieces = [(piece.text, piece.origin) for piece in answer]
     made = answer.generation
-    command = f'selfjudge generate "{given.prompt}" --quality {given.quality} --gamma {given.gamma} --color'
-    caption = (
-        f"{pair.name}, {pair.dtype}, γ = {given.gamma}: {len(made.tokens)} tokens from {made.cycles} target passes,"
-        f" {len(made.judged_tokens)} of them against the target's choice"
-    )
-    print(draw(command, pieces, caption))
+    relaxed = "" if given.quality is None else f" --quality {given.quality}"
+    command = f'selfjudge generate "{given.prompt}"{relaxed} --gamma {given.gamma} --color'
+    cost = f"{len(made.judged_tokens)} tokens against the target's choice" if relaxed else "the words of plain decoding"
+    passes = f"{len(made.tokens)} tokens from {made.cycles} passes of the target after the prompt's"
+    print(draw(command, pieces, f"{pair.name}, {pair.dtype}: {passes}; {cost}"))
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
         "label_method": "selfjudge", "suffix_length": SUFFIX, "suffix_gap": 0, "score": "likelihood", "tau": TAU, "acceptable": None, "margin_limit": None, "sources": sorted(set(rows.sources.tolist())),
     }  # fmt: skip
     assert {key: stored[key] for key in expected} == expected
-    assert set(stored) == {*expected, "quality_curve", "thresholds", "metrics"}
+    assert set(stored) == {*expected, "labels_sha256", "quality_curve", "thresholds", "metrics"}
     judge = Judge.from_pretrained(out)
     scores, truth = predict(rows, judge, rows.of("holdout"))
     every, more = predict(rows, judge, rows.of("holdout"), originals=True)
