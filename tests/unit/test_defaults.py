@@ -61,6 +61,12 @@ def test_model_is_called_pair_or_target(monkeypatch: pytest.MonkeyPatch, capsys:
         cli.main()
     said = "selfjudge: there is no option --model: --pair takes an embedded pair, --target any model (see --help)\n"
     assert capsys.readouterr().err == said
+    monkeypatch.setattr(sys, "argv", ["selfjudge", "train", "labels", "--out", "judge", "--model", "linear"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    err = capsys.readouterr().err
+    assert "--model" in err
+    assert "pair" not in err
 
 
 def answer(**more: object) -> Generation:

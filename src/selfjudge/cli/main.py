@@ -106,7 +106,7 @@ def main() -> None:
                 " finished parts are kept"
             )
         if hasattr(error, "format_message"):  # typer's usage errors
-            if getattr(error, "option_name", "") == "--model":
+            if getattr(error, "option_name", "") == "--model" and sys.argv[1] != "train":  # which loads no model
                 _fail("there is no option --model: --pair takes an embedded pair, --target any model (see --help)")
             _fail(f"{error.format_message().removesuffix('.').replace('Value error, ', '')} (see --help)")
         if os.environ.get(DEBUG, "0") not in ("", "0"):
