@@ -84,6 +84,8 @@ FAULTS = (
           "self.delta / (self.round * (self.round + 1))", "self.delta", "tests/unit/test_monitor.py"),
     Fault("certificate: a recipe runs with other models", "tune/recipe.py",
           "if known != digest if known and digest", "if False if known and digest", "tests/unit/test_tune.py tests/process/test_tune_runs.py tests/unit/test_errors.py"),
+    Fault("timing: a busy machine compares speeds", "tune/speeds.py",
+          "if self.doubt or (timing", "if (timing", "tests/unit/test_tune_speeds.py"),
     Fault("kill: a damaged part counts as done", "store/run_folder.py",
           "if seal[\"made_from\"] == made_from and self.intact(seal[\"files\"])", "if seal[\"made_from\"] == made_from", "tests/unit/test_store.py"),
     Fault("kill: prompts that are written again are others", "prompts/self_written.py",

@@ -114,15 +114,16 @@ def test_times_of_the_same_work_that_differ_choose_no_gamma(monkeypatch: pytest.
 RULES = [("exact", 3), ("margin:1", 5), ("fly:0.3,2", 5)]
 
 
-def compare(answerer: Drafting, **more: Any) -> Comparison:
+def compare(answerer: Drafting, notify: Any = lambda stage, share: None, **more: Any) -> Comparison:
     options: dict[str, Any] = {"tokens": 64, "deadline": float("inf"), **more}
-    return Clock(answerer, plan, 48).compare([[f"{i}"] * 300 for i in range(3)], RULES, **options)
+    return Clock(answerer, plan, 48, notify).compare([[f"{i}"] * 300 for i in range(3)], RULES, **options)
 
 
 def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
     """Each turn is one batch for all, `exact` first and last."""
-    answerer = Drafting()
-    found = compare(answerer)
+    answerer, shares = Drafting(), []
+    found = compare(answerer, lambda stage, share: shares.append(share))
+    assert shares == [i / 20 for i in range(20)]
     turn = [("exact", 3), ("exact", 0), ("margin", 5), ("fly", 5), ("exact", 3)]
     assert answerer.asked[1:] == (turn + turn[::-1]) * 2
     assert [batch[0] for batch in answerer.batches[1:]] == [name for name in "0120" for _ in turn]

@@ -20,7 +20,7 @@ from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer, Answers
 from selfjudge.store.load import LoadWatch
 from selfjudge.tasks import Prompt, Row
-from selfjudge.types import Origin
+from selfjudge.types import Notify, Origin
 
 TIMED_TOKENS = {"cpu": 32, "cuda": 256}
 """Tokens of an answer that is timed, by device: 32 of a fast one would time the prefill."""
@@ -118,6 +118,7 @@ class Clock:
     plan: Callable[[str, int], RuleRun]
     """A rule's text and γ → its run; refused if the two do not fit."""
     max_new_tokens: int
+    notify: Notify = lambda stage, share: None
 
     def measure(self, prompts: Sequence[Prompt], rules: Sequence[str], gammas: Sequence[int]) -> tuple[list[Row], str]:
         """Rows of plain decoding (if the answerer takes any γ), `exact` and these rules, and why they are not reliable.
@@ -188,7 +189,8 @@ class Clock:
         for turn in range(turns):
             if time.monotonic() >= deadline:
                 break
-            for timing in timings[:: -1 if turn % 2 else 1]:
+            for number, timing in enumerate(timings[:: -1 if turn % 2 else 1]):
+                self.notify(f"comparing speeds, turn {turn + 1} of {turns}", (turn + number / len(timings)) / turns)
                 answers, seconds = self._answer(timing, batches[turn % len(batches)], tokens)
                 timing.tokens.append(sum(len(answer.tokens) for answer in answers))
                 timing.seconds.append(seconds["total"])

@@ -184,6 +184,7 @@ class Tuning:
 
     def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, say: Say) -> None:
         self.job, self.folder, self.notify, self.say = job, folder, notify, say
+        self.clock = Clock(job.answerer, job.plan, job.max_new_tokens, notify)
         self.begun = time.monotonic()
         self.deadline = self.begun + 60 * job.minutes  # after it no batch is begun
         self.tested_until = self.begun + 60 * job.minutes * (1 - RESERVED if job.config.times else 1)
@@ -265,7 +266,7 @@ class Tuning:
         if rates:
             affordable = rates[0] * (self.deadline - time.monotonic()) / (FEWEST_TURNS * (len(rules) + 2) * size)
             tokens = int(max(TIMED_TOKENS["cpu"], min(affordable, TIMED_TOKENS["cuda"])))
-        return Clock(job.answerer, job.plan, job.max_new_tokens).compare(batches, rules, tokens, self.deadline)
+        return self.clock.compare(batches, rules, tokens, self.deadline)
 
     def _choose_fastest(self, trials: Sequence[RuleTrial], timed: Comparison | None) -> RuleTrial | None:
         """The certified rule that is most surely faster than `exact`, on all prompts; None if none is.
@@ -359,6 +360,6 @@ class Tuning:
         gammas = (gamma,) if gamma else GAMMAS.get(answerer.device, GAMMAS["cuda"])
         prompts = [group[0].prompt for group in self.job.aside]
         middle = [rules[len(rules) // 2] for rules in families.values()]
-        rows, busy = Clock(answerer, self.job.plan, self.job.max_new_tokens).measure(prompts, middle, gammas)
+        rows, busy = self.clock.measure(prompts, middle, gammas)
         seal = self.folder.seal("speed", [], str(gamma), speeds=[] if busy else rows, busy=busy)
         return seal["speeds"], busy
