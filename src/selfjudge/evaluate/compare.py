@@ -112,35 +112,35 @@ def compare_lengths(samples: Sequence[Row], others: Sequence[Row]) -> dict[str, 
     counts = np.asarray([[s["emitted"], s["cycles"], o["emitted"], o["cycles"]] for s, o in pairs], float)
     if not counts.sum(0).all():  # every answer ended with its prefill
         return {"delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None}
-    difference, difference_ci = _bootstrap_sums(counts, lambda sums: float(sums[0] / sums[1] - sums[2] / sums[3]))
+    difference, difference_ci = _bootstrap_sums(counts, lambda sums: sums[0] / sums[1] - sums[2] / sums[3])
     ratio, ratio_ci = compare_rates(counts)
     return {"delta_m": difference, "delta_m_ci": difference_ci, "m_ratio": ratio, "m_ratio_ci": ratio_ci}
 
 
 def compare_rates(counts: NDArray[Any]) -> tuple[float, Interval]:
     """[n, 4] an amount and what it took, then the same of `exact` → ratio of the pooled rates, and its interval."""
-    return _bootstrap_sums(counts, lambda sums: float(sums[0] / sums[1] / (sums[2] / sums[3])))
+    return _bootstrap_sums(counts, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
 
 
-def _bootstrap_sums(counts: NDArray[Any], compare: Callable[[NDArray[Any]], float]) -> tuple[float, Interval]:
+def _bootstrap_sums(counts: NDArray[Any], compare: Callable[[NDArray[Any]], Any]) -> tuple[float, Interval]:
     """A comparison of the sums of `counts` over its rows, and its bootstrap interval."""
-    resampled = [sums for sums in (counts[i].sum(0) for i in _resample(len(counts))) if sums.all()]
-    return compare(counts.sum(0)), _middle([compare(sums) for sums in resampled])
+    resampled = np.concatenate([counts[i].sum(1) for i in _resample(len(counts))])
+    return float(compare(counts.sum(0))), _middle(compare(resampled[resampled.all(1)].T))
 
 
 def bootstrap_interval(values: NDArray[Any]) -> Interval:
     """The bootstrap interval of a mean; of paired differences it is the paired one."""
-    return _middle([float(values[i].mean()) for i in _resample(len(values))])
+    return _middle(np.concatenate([values[i].mean(1) for i in _resample(len(values))]))
 
 
 def _resample(n: int) -> Iterator[NDArray[Any]]:
-    """Bootstrap samples of n examples as indices, the same every time."""
-    rng = np.random.default_rng(0)
-    for _ in range(RESAMPLES):
-        yield rng.integers(0, n, n)
+    """Bootstrap samples of n examples as rows of indices, the same every time, some megabytes at once."""
+    rng, at_once = np.random.default_rng(0), max(1, 2**18 // n)
+    for done in range(0, RESAMPLES, at_once):
+        yield rng.integers(0, n, (min(at_once, RESAMPLES - done), n))
 
 
-def _middle(values: Sequence[float]) -> Interval:
+def _middle(values: NDArray[Any]) -> Interval:
     """The middle 95 % of resampled values."""
     low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)
