@@ -258,7 +258,7 @@ class Killed(Exception):  # noqa: N818
 def test_an_interrupted_run_has_a_head_and_ends_in_the_same_one(
     pair: Pair, settings: DistillConfig, tmp_path: Path
 ) -> None:
-    seen = 0
+    seen, settings = 0, replace(settings, steps=24)
 
     def notify(stage: str, share: float) -> None:
         nonlocal seen
@@ -302,8 +302,9 @@ def test_a_target_whose_states_cannot_be_read(pair: Pair, settings: DistillConfi
 def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path) -> None:
     pair = Pair.load(checkpoints["target"], device="cpu", dtype="bfloat16", needs_draft=False)
     pair.tokenizer.chat_template = CHAT
-    result = distill_draft(pair, tmp_path / "out", replace(settings, steps=4))
-    assert result["training"]["steps"] == 4
+    few = (settings.prompts[0].replace(":40x3", ":12x1"),)  # bfloat16 is slow on some CPUs
+    result = distill_draft(pair, tmp_path / "out", replace(settings, prompts=few, max_new_tokens=8, steps=2))
+    assert result["training"]["steps"] == 2
 
 
 # prompts in several styles

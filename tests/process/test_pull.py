@@ -47,6 +47,17 @@ def world(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     catalogue.EMBEDDED.pop("fake", None)
 
 
+@pytest.fixture
+def copied(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels are copied, for tests that are about what becomes of them."""
+
+    def copy(requirement: str, folder: Path, watch: object) -> Path:
+        name = requirement.replace("-", "_").replace("==", "-")
+        return Path(shutil.copy(world / "wheels" / f"{name}-py3-none-any.whl", folder))
+
+    monkeypatch.setattr("selfjudge.models.pull._fetched", copy)
+
+
 @pytest.fixture(scope="module")
 def first_pull(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the cache of the first pull is kept, for tests that are about what comes after it."""
@@ -113,6 +124,7 @@ def test_pull_once_then_offline_and_convert_when_asked(world: Path) -> None:
     assert leftovers(world) == []
 
 
+@pytest.mark.usefixtures("copied")
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_file_is_fetched_again(
     world: Path, pulled: Path, damage: str, capfd: pytest.CaptureFixture[str]
@@ -167,6 +179,7 @@ def test_a_new_draft_needs_no_network(world: Path, pulled: Path, monkeypatch: py
     assert leftovers(world) == []
 
 
+@pytest.mark.usefixtures("copied")
 def test_the_small_draft_beside_a_head_is_made_when_it_is_asked_for(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +217,7 @@ def test_a_touched_file_is_read_once(world: Path, pulled: Path, monkeypatch: pyt
     assert conversions(world) == 1
 
 
+@pytest.mark.usefixtures("copied")
 def test_a_damaged_part_is_fetched_again(world: Path, capfd: pytest.CaptureFixture) -> None:
     parts = world / "home" / "models" / ".fake.parts"
     parts.mkdir(parents=True)
@@ -212,6 +226,7 @@ def test_a_damaged_part_is_fetched_again(world: Path, capfd: pytest.CaptureFixtu
     assert "fetching it again" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("copied")
 def test_another_file_than_expected_is_refused(world: Path) -> None:
     fake_model.install(sha256="0" * 64)
     with pytest.raises(SelfJudgeError, match="sha256 differs"):
