@@ -1,4 +1,4 @@
-"""One engine in a process of its own: `python engine.py JOB ANSWERS`, both JSON files.
+"""One engine in a process of its own: `python engine.py JOB ANSWERS`, both JSON files; or `work`, in a fork.
 
 A job is {"engine": options of vllm.LLM, "v2": bool, "runs": [{"prompts": [token ids], "params": sampling parameters, of all or
 of each}]}; an answer to a run is {"tokens": [[…]], "logprobs": [[…]], "counts": what the judge did meanwhile on every rank,
@@ -61,8 +61,18 @@ def answer(llm: Any, judged: bool, proposed: list[Any], prompts: list[list[int]]
     }
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
+def work(job_file: Path, answers_file: Path, log: Path, variables: dict[str, str]) -> None:
+    """Do the job in this process, which has imported vLLM; all that is said goes to the log."""
+    os.environ.update(variables)
+    with log.open("w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    main(job_file, answers_file)
+
+
+def main(job_file: Path, answers_file: Path) -> None:
+    job = json.loads(job_file.read_text())
     if job.get("v2"):
         interpret_triton()
     from vllm import LLM
@@ -72,8 +82,8 @@ def main() -> None:
     record_drafts(proposed)
     llm = LLM(**(options | job["engine"]))
     answers = [answer(llm, "additional_config" in job["engine"], proposed, **run) for run in job["runs"]]
-    Path(sys.argv[2]).write_text(json.dumps(answers))
+    answers_file.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -13,10 +13,13 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine import work
 
 HERE = Path(__file__).parent
 START = [sys.executable, "-c", "from selfjudge.cli.main import main; main()"]
@@ -50,11 +53,33 @@ def started(engine: dict[str, Any], runs: list[dict[str, Any]], v2: bool, **vari
     if engine.get("tensor_parallel_size", 1) == 1:
         variables |= ONE_PROCESS
     with tempfile.TemporaryDirectory() as name:
-        job, answers = Path(name) / "job.json", Path(name) / "answers.json"
+        job, answers, log = (Path(name) / file for file in ("job.json", "answers.json", "log"))
         job.write_text(json.dumps({"engine": engine, "runs": runs, "v2": v2}))
-        command = [sys.executable, str(HERE / "engine.py"), str(job), str(answers)]
-        done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=900)
-        return done.stderr + done.stdout, json.loads(answers.read_text()) if answers.exists() else []
+        if v2:  # vLLM must find Triton when it is imported
+            command = [sys.executable, str(HERE / "engine.py"), str(job), str(answers)]
+            with log.open("w") as said:
+                subprocess.run(
+                    command, env=environment(**variables), stdout=said, stderr=said, timeout=900, check=False
+                )
+        else:
+            process = _forks().Process(target=work, args=(job, answers, log, environment(**variables)))
+            process.start()
+            process.join(900)
+            process.kill()
+            process.join()
+        return log.read_text(), json.loads(answers.read_text()) if answers.exists() else []
+
+
+@cache
+def _forks() -> Any:
+    """Where engines come from: forks of a process that has imported vLLM, which takes as long as a tiny engine's work."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "selfjudge.integrations.vllm"])
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in environment().items():
+            patch.setenv(variable, value)
+        forkserver.ensure_running()
+    return context
 
 
 def run(engine: dict[str, Any], runs: list[dict[str, Any]], *, v2: bool = False, **variables: str) -> Answers:

@@ -133,11 +133,15 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
     return tokens
 
 
-def test_lossless_requests_are_plain_vllm(prompts: list[list[int]], judged: Answers, plain: list[list[int]]) -> None:
-    speculative = run(engine(**speculation()), [{"prompts": prompts, "params": greedy(TOKENS)}])
-    assert judged[1]["tokens"] == speculative[0]["tokens"]
+def test_lossless_requests_are_plain_vllm(judged: Answers, plain: list[list[int]]) -> None:
     assert judged[1]["tokens"] == plain
     assert judged[0]["tokens"] != plain
+
+
+@pytest.mark.slow
+def test_lossless_requests_are_vllms_own_speculation(prompts: list[list[int]], judged: Answers) -> None:
+    speculative = run(engine(**speculation()), [{"prompts": prompts, "params": greedy(TOKENS)}])
+    assert judged[1]["tokens"] == speculative[0]["tokens"]
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
@@ -147,6 +151,7 @@ def test_a_judge_that_accepts_everything_fills_every_block(judged: Answers, temp
     assert counts["aligned_tokens"] < counts["tokens"]
 
 
+@pytest.mark.slow
 def test_the_distilled_draft_is_a_model_vllm_runs(pair: Pair, prompts: list[list[int]]) -> None:
     assert pair.draft is not None
     ours = {i: tokens for i, tokens, _ in respond(pair.draft, prompts, eos_ids=pair.eos_ids, max_new_tokens=TOKENS)}
