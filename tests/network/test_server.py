@@ -97,6 +97,7 @@ def test_greedy_answers_are_those_of_generate(server: Server, pair: Pair, judge:
     assert shares[1] == 0 < shares[0]
     assert ask(server, "w1").selfjudge["theta"] == 0.6  # R is what serving defaults to
     assert any(re.fullmatch(r"requests that name no rule: judged, θ = 0\.6, γ = \w+\n", line) for line in server.log)
+    assert "ready\n" in server.log
 
 
 def test_lossless_and_relaxed_requests_side_by_side(server: Server, pair: Pair, judge: Judge) -> None:

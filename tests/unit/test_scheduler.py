@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.text import Batch, StepOutput, generate
@@ -16,6 +18,7 @@ from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import Scheduler
+from selfjudge.integrations.server.warm_up import WarmUp, warm_up
 from selfjudge.models.pair import Pair
 
 Begin = Callable[..., Scheduler]
@@ -241,3 +244,60 @@ def test_the_load_is_looked_at_once_an_answer(begin: Begin, monkeypatch: pytest.
     assert last(updates).result.cycles > 5
     assert asked.load is not waiting
     assert len(reads) == 2
+
+
+def test_captures_that_are_left_follow_while_it_is_idle(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for requests, and a failure ends them alone."""
+    scheduler = begin(engine="cuda", max_batch=2)
+    scheduler.warm_up = WarmUp(scheduler.pair, scheduler.rules.choose(), scheduler.config)
+    scheduler.warm_up.try_out()
+    seen: list[bool] = []
+    capture = WarmUp.capture
+
+    def counted(self: WarmUp, *rest: float) -> None:
+        seen.append(scheduler.busy > 0)
+        capture(self, *rest)
+
+    monkeypatch.setattr(WarmUp, "capture", counted)
+    early, updates = job(scheduler)
+    scheduler.submit(early)
+    scheduler.start()
+    answer = last(updates).result
+    assert answer is not None
+    wait_for(lambda: scheduler.warm_up.done)
+    assert seen == [False]  # the cycle of two rows was left
+    late, updates = job(scheduler)
+    scheduler.submit(late)
+    again = last(updates).result
+    assert again is not None
+    assert again.tokens == answer.tokens
+    assert len(seen) == 1
+
+
+def test_a_capture_that_fails_is_the_last(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = begin(engine="cuda", max_batch=2)
+    scheduler.warm_up = WarmUp(scheduler.pair, scheduler.rules.choose(), scheduler.config)
+    monkeypatch.setattr(Batch, "capture", lambda *_: 1 / 0)
+    scheduler.start()
+    wait_for(lambda: scheduler.warm_up.done)
+    asked, updates = job(scheduler)
+    scheduler.submit(asked)
+    assert last(updates).failure is None
+    assert scheduler.alive
+
+
+def test_captures_that_find_no_memory_do_not_end_the_server(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = begin(engine="cuda", max_batch=2)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Batch, "capture", full)
+    assert warm_up(scheduler.pair, scheduler.rules.choose(), scheduler.config, lambda stage, share: None).done
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)

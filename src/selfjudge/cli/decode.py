@@ -6,7 +6,8 @@ import json
 import os
 import shlex
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -96,7 +97,7 @@ def generate(
         raw=decode.raw,
         engine=decode.engine,
     )
-    _show(answer, color, quiet=as_json, longest=decode.max_new_tokens)
+    _show(answer, color, quiet=as_json, longest=decode.max_new_tokens, on_cuda=pair.target.device.type == "cuda")
     result = answer.generation
     if as_json:
         draft_dtype = PairEngines(pair, decode.engine).draft_dtype
@@ -155,24 +156,31 @@ def describe_answer(result: Generation, busy: str = "") -> list[str]:
     return [*lines, busy] if busy else lines
 
 
-def _show(answer: Stream, color: bool, quiet: bool, longest: int) -> None:
+def _show(answer: Stream, color: bool, quiet: bool, longest: int, on_cuda: bool) -> None:
     """Print the pieces as they come; when quiet, report only how many there are."""
-    pieces = iter(answer)
+    pieces, watch = iter(answer), _watch(on_cuda)
     if quiet:
-        with Progress(patient=True) as update:
+        with Progress(patient=True) as update, watch(update):
             update("answering", 0.0)
             for count, _ in enumerate(pieces):
                 update("answering", count / longest)
         return
     console = Console(force_terminal=True if color else None, highlight=False, soft_wrap=True)
-    with waiting("reading the prompt …"):
-        first = list(islice(pieces, 1))
+    with waiting("reading the prompt …") as progress, watch(progress):
+        first = list(islice(pieces, 1 + on_cuda))  # the second comes from a cycle, whose kernels may be compiled first
     for piece in chain(first, pieces):
         if color:
             console.print(Text(piece.text, style=TINTS[piece.origin]), end="")
         else:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
+
+
+def _watch(on_cuda: bool) -> Callable[[Progress], AbstractContextManager[object]]:
+    """What lets the progress line say that kernels are compiled, where there are such."""
+    from selfjudge.ops.compiled import watch_compiling
+
+    return watch_compiling if on_cuda else nullcontext
 
 
 @config_options(ServerConfig)
@@ -231,15 +239,18 @@ def serve(
     pair, judge = load(setup)
     _say_result(setup.recipe)
     with ExitStack() as stack:
-        stack.enter_context(waiting("trying out an answer …"))
+        progress = stack.enter_context(waiting("trying out an answer …"))
+        stack.enter_context(_watch(pair.target.device.type == "cuda")(progress))
 
         from selfjudge.integrations.server.run import serve as run
+        from selfjudge.integrations.server.scheduler import start_scheduler
 
         def welcome(line: str) -> None:
             stack.close()
             typer.echo(line, err=True)
 
-        run(pair, listener, config, judge, setup.recipe, welcome)
+        scheduler = start_scheduler(pair, judge, config, setup.recipe, progress)
+        run(scheduler, setup.recipe, listener, welcome)
 
 
 def load(setup: Setup) -> tuple[Pair, Judge | None]:

@@ -173,8 +173,8 @@ class Progress:
 
 
 @contextmanager
-def waiting(text: str) -> Iterator[None]:
+def waiting(text: str) -> Iterator[Progress]:
     """Say what is waited for: on a terminal at once, otherwise after QUIET seconds."""
     with Progress(patient=True) as progress:
         progress(text)
-        yield
+        yield progress

@@ -25,6 +25,7 @@ from selfjudge.models.eagle import EagleHead, decoder_layers
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
 from selfjudge.ops import has_non_finite
+from selfjudge.ops.compiled import keep_kernels
 from selfjudge.store import machine, versions
 from selfjudge.types import ENGINES
 
@@ -117,6 +118,8 @@ def make_engine(
     for quantised weights, which the CPU engine alone offers.
     """
     model = as_loaded(model)
+    if model.device.type == "cuda":
+        keep_kernels()
     if features:
         decoder_layers(model.causal_lm)  # raises where the layers cannot be found
     kind = choose_kind(model, int8=int8, kind=kind)

@@ -16,11 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from selfjudge.integrations.asgi import error_body
 from selfjudge.integrations.server.api import make_app
-from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.playground import describe
-from selfjudge.integrations.server.scheduler import Scheduler, start_scheduler
-from selfjudge.judge.model import Judge
-from selfjudge.models.pair import Pair
+from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.tune.recipe import Recipe
 
 LIMITS = ("header_timeout", "max_connections", "max_body", "timeout")
@@ -138,20 +135,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def serve(
-    pair: Pair,
-    listener: socket.socket,
-    config: ServerConfig,
-    judge: Judge | None,
-    recipe: Recipe | None,
-    notify: Callable[[str], None],
-) -> None:
+def serve(scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, notify: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return.
 
-    `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is called
-    with three lines once requests are welcome: where the API is, where the playground, and what rule decides.
+    `notify` is called with four lines once requests are welcome: where the API is, where the playground, what rule
+    decides, and that the server is ready.
     """
-    scheduler = start_scheduler(pair, judge, config, recipe)
     try:
         asyncio.run(run(scheduler, recipe, listener, notify))
     finally:
@@ -195,6 +184,8 @@ async def run(
     notify(f"serving {scheduler.config.name} at http://{shown}:{port}/v1")
     notify(f"playground at http://{shown}:{port}/")
     notify(f"requests that name no rule: {scheduler.rules.choose()}")
+    captured = scheduler.warm_up is None or scheduler.warm_up.done
+    notify("ready" if captured else "ready; the other graphs are captured while it is idle")
     await server.serve(sockets=[listener])
 
 

@@ -27,12 +27,14 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, ShadowJobs, Update
 from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
+from selfjudge.integrations.server.warm_up import WarmUp, warm_up
 from selfjudge.integrations.shadow import Shadow
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.monitor import watch
 from selfjudge.tune.recipe import Recipe
+from selfjudge.types import Notify
 
 LOG = logging.getLogger("selfjudge.server")
 
@@ -50,6 +52,8 @@ class Scheduler:
 
     shadow: ShadowJobs | None = None
     """Who decodes a share of the requests again; set before the start."""
+    warm_up: WarmUp | None = None
+    """Cycles that are captured while nobody waits; set before the start."""
 
     def __init__(self, pair: Pair, rules: Rules, config: ServerConfig, metrics: Metrics) -> None:
         self.pair, self.rules, self.config, self.metrics = pair, rules, config, metrics
@@ -144,9 +148,25 @@ class Scheduler:
 
     def _work(self) -> None:
         while self._prepare():
+            if self._captures and not self._active:
+                self._capture()
             for choice in list(self._active):
                 if not choice.background or self._calm:
                     self._turn(choice)
+
+    @property
+    def _captures(self) -> bool:
+        """Whether cycles are left to capture."""
+        return self.warm_up is not None and not self.warm_up.done
+
+    def _capture(self) -> None:
+        """Capture one more cycle."""
+        assert self.warm_up is not None
+        try:
+            self.warm_up.capture(0.0)
+        except Exception:
+            LOG.exception("a cycle could not be captured")
+            self.warm_up.done = True
 
     @property
     def _calm(self) -> bool:
@@ -163,7 +183,7 @@ class Scheduler:
         """Wait for work, remove jobs that were given up, admit those that wait; False when it is time to stop."""
         with self._state:
             second = self._second_answer()
-            while not (self._queue or self._active or self._stopping or second):
+            while not (self._queue or self._active or self._stopping or second or self._captures):
                 self._state.wait()
             if self._stopping and not self._active:
                 return False
@@ -292,8 +312,18 @@ def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
     return len({one.choice for one in (job, *others)})
 
 
-def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recipe: Recipe | None = None) -> Scheduler:
-    """What the server decodes with, tried out and started; needs none of the packages for HTTP."""
+def start_scheduler(
+    pair: Pair,
+    judge: Judge | None,
+    config: ServerConfig,
+    recipe: Recipe | None = None,
+    notify: Notify = lambda stage, share: None,
+) -> Scheduler:
+    """What the server decodes with, tried out and started; needs none of the packages for HTTP.
+
+    `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is told what
+    is captured before the start.
+    """
     config.check()
     monitor = watch(recipe, config.shadow_keep) if config.shadow else None
     if judge is not None:
@@ -302,8 +332,8 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
     context = min(config.max_context, pair.window)
     most = min(config.max_tokens, context - 1)
     config = replace(config, name=config.name or pair.name, max_context=context, max_tokens=most)
-    _try_out(pair, rules, config)
     scheduler = Scheduler(pair, rules, config, Metrics())
+    scheduler.warm_up = warm_up(pair, rules.choose(), config, notify)
     if monitor is not None:
         registry = scheduler.metrics.registry
         shadow = Shadow(monitor, config.shadow, config.shadow_keep, LOG, registry)
@@ -314,13 +344,3 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
         scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_reserved, kind="reserved")
     scheduler.start()
     return scheduler
-
-
-def _try_out(pair: Pair, rules: Rules, config: ServerConfig) -> None:
-    """Answer one prompt: what does not work ends the program here, and the first request finds everything compiled."""
-    choice = rules.choose()
-    batch = Batch(pair, choice.rule, gamma=choice.gamma, rows=1, length=config.max_context, engine=config.engine)
-    batch.add([next(iter(pair.eos_ids), 0)], max_new_tokens=3)
-    while len(batch):
-        batch.step()
-    batch.close()
