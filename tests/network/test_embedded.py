@@ -135,6 +135,7 @@ def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) ->
     assert sum(a.judged_share for a in fewer) < sum(a.judged_share for a in fast)
 
 
+@pytest.mark.slow
 def test_a_rough_draft_changes_few_drafts(embedded: Pair) -> None:
     rough = dataclasses.replace(embedded, draft_model=Draft(embedded.draft, int8=True))
     whole, quick = (generate(pair, PROMPTS[:2], TopK(), gamma=3, max_new_tokens=24) for pair in (embedded, rough))
@@ -176,6 +177,7 @@ def test_a_guarded_rule_gets_the_special_tokens_of_the_pair(embedded: Pair) -> N
     assert one == two
 
 
+@pytest.mark.slow
 def test_sampling_is_repeatable(embedded: Pair) -> None:
     rule = SpeculativeSampling(Sampling(0.8, top_p=0.9))
     one, two = (generate(embedded, PROMPTS[1:2], rule, gamma=3, max_new_tokens=16, seed=s)[0].tokens for s in (1, 1))
@@ -183,6 +185,7 @@ def test_sampling_is_repeatable(embedded: Pair) -> None:
     assert generate(embedded, PROMPTS[1:2], rule, gamma=3, max_new_tokens=16, seed=2)[0].tokens != one
 
 
+@pytest.mark.slow
 def test_stream_is_generate(embedded: Pair) -> None:
     (whole,) = generate(embedded, PROMPTS[1:2], gamma=3, max_new_tokens=24)
     answer = stream(embedded, PROMPTS[1], gamma=3, max_new_tokens=24)

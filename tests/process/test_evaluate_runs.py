@@ -195,7 +195,9 @@ def test_rules_may_be_added_and_other_settings_are_refused(
         evaluated(tiny_pair, out, asked, ["judged:0.4"], (3,), other)
 
 
-@pytest.mark.parametrize("spec", ["exact", "judged:0.4", "sampling"])
+@pytest.mark.parametrize(
+    "spec", ["judged:0.4", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("exact", "sampling"))]
+)
 def test_a_batch_of_64_gives_what_single_prompts_give(tiny_pair: Pair, judges: Any, tmp_path: Path, spec: str) -> None:
     rng = np.random.default_rng(1)
     prompts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 30))) for _ in range(64)]
