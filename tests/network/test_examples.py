@@ -1,4 +1,4 @@
-"""The examples run as they stand, on the embedded pair."""
+"""The examples run as they stand, on the embedded pair; a tune has some seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import selfjudge.tune
 from selfjudge.models.pair import Pair
+from selfjudge.tune import TuneConfig
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -25,6 +27,7 @@ def test_examples_run(
     embedded: Pair, script: str, shows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Pair, "load", lambda name: embedded)  # the pair that is loaded already
+    monkeypatch.setattr(selfjudge.tune, "TuneConfig", lambda **named: TuneConfig(**named | {"minutes": 0.2}))
     runpy.run_path(str(FOLDER / script), run_name="__main__")
     printed = capsys.readouterr().out
     assert all(text in printed for text in shows), printed
