@@ -1,11 +1,12 @@
 """lm-evaluation-harness drives the decoder: `python -m selfjudge.integrations.lm_eval run --model selfjudge --tasks …`.
 
 `--model_args pair=smollm2-135m,rule=judged:q0.9,gamma=10` (or `target=…,draft=…,judge=…`). What a task generates is
-decoded with the rule; likelihoods are the target's own under every rule.
+decoded with the rule; likelihoods are the target's own under every rule, as the harness computes them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -15,22 +16,19 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.likelihood import compute_likelihoods
 from selfjudge.models.pair import Pair
 from selfjudge.types import default_gamma
 
 try:
-    from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
 except ImportError:
     raise SelfJudgeError("this needs lm-evaluation-harness: pip install lm-eval") from None
 
 
 @register_model("selfjudge")
-class SelfJudgeLM(TemplateLM):
+class SelfJudgeLM(HFLM):
     """A target with its draft, under one acceptance rule."""
-
-    backend = "causal"
 
     def __init__(
         self,
@@ -43,17 +41,20 @@ class SelfJudgeLM(TemplateLM):
         **options: Any,
     ) -> None:
         """`options`: target, draft and judge by name, device and dtype; the harness hands all of them over as text."""
-        super().__init__()
         options.pop("max_batch_size", None)  # the harness always gives it
         target, draft, judge = (options.pop(name, None) for name in ("target", "draft", "judge"))
         device, dtype = options.pop("device", None), options.pop("dtype", None)
         if options:
             raise SelfJudgeError(f"unknown model argument {', '.join(options)}")
         self.pair = Pair.load(target or pair, draft, device=device, dtype=dtype, full_precision=True)
-        self.request, self.max_gen_toks = RuleRequest(rule, judge), int(max_gen_toks)
+        self.request, self.most = RuleRequest(rule, judge), int(max_gen_toks)
         self.gamma = default_gamma(self.pair.target.device.type) if gamma is None else int(gamma)
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
         self._resolve(None)  # a wrong rule is refused before anything runs
+        tokenizer = copy.deepcopy(self.pair.tokenizer)  # the harness gives its own a token to pad with
+        super().__init__(
+            self.pair.target, backend="causal", tokenizer=tokenizer, batch_size=self.batch, softmax_dtype="float32"
+        )
 
     def _resolve(self, sampling: Sampling | None) -> AcceptanceRule:
         """The rule; with a temperature `sampling` takes the place of `exact`."""
@@ -92,44 +93,13 @@ class SelfJudgeLM(TemplateLM):
         if options.get("do_sample", given is not None) and temperature > 0:
             sampling = Sampling(temperature, float(options.get("top_p") or 1.0), int(options.get("top_k") or 0))
         stops = tuple(filter(None, [until] if isinstance(until, str) else until))
-        return stops, int(options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks), sampling
+        return stops, int(options.get("max_gen_toks") or options.get("max_new_tokens") or self.most), sampling
 
     def _without_bos(self, text: str) -> str:
         """A text without the first token that the tokenizer adds by itself: a chat template may have written it."""
         tokenizer = self.pair.tokenizer
         adds_bos = tokenizer.bos_token and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
         return text.removeprefix(tokenizer.bos_token) if adds_bos else text
-
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
-    ) -> list[tuple[float, bool]]:
-        answers = [answer for _, _, answer in requests]
-        results = compute_likelihoods(self.pair, [(context, answer) for _, context, answer in requests])
-        return [(sum(r.log_p), r.choices == list(answer)) for r, answer in zip(results, answers, strict=True)]
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        encoded = [self.tok_encode(request.args[0]) for request in requests]
-        results = compute_likelihoods(self.pair, [([self.prefix_token_id], ids) for ids in encoded])
-        return [sum(result.log_p) for result in results]
-
-    @property
-    def eot_token_id(self) -> int:
-        return int(self.pair.tokenizer.eos_token_id)
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        ids: list[int] = self.pair.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
-        return ids
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self.pair.name.replace("/", "__")
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return str(self.pair.tokenizer.chat_template or "") if chat_template else ""
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return str(self.pair.tokenizer.apply_chat_template(chat_history, **options))
 
 
 if __name__ == "__main__":
