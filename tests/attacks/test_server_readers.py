@@ -13,6 +13,7 @@ import psutil
 import pytest
 import uvicorn
 
+from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.run import Connection
 from servers import Server, endless_pair, servers
 
@@ -87,8 +88,9 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
             await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
         ended.set()
 
-    limits = {"header_timeout": 60.0, "max_connections": 4, "max_body": 1000, "timeout": 0.5}
-    config = uvicorn.Config(application, http=type("Limited", (Connection,), limits), ws="none", lifespan="off")
+    limits = ServerConfig(header_timeout=60.0, max_connections=4, max_body=1000, timeout=0.5)
+    limited = type("Limited", (Connection,), {"limits": limits})
+    config = uvicorn.Config(application, http=limited, ws="none", lifespan="off")
     serving = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(serving.serve(sockets=[listener])), daemon=True)

@@ -15,6 +15,7 @@ import stat
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -135,11 +136,8 @@ def _whole_number(text: str) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"it holds the key {name[:60]!r} twice")
-            seen.add(name)
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"it holds the key {max(names, key=names.__getitem__)[:60]!r} twice")
     return value
 
 

@@ -17,15 +17,7 @@ from selfjudge.evaluate.compare import compute_overlap
 from selfjudge.evaluate.config import RuleRun, TaskExamples, plan_runs
 from selfjudge.judge.config import KEY_DIGITS, JudgeConfig, prompt_key, read_training_prompts
 from selfjudge.tasks.base import Prompt, Row, join_messages
-from selfjudge.tune.certify import (
-    Claim,
-    check_prompt_count,
-    count_aside,
-    estimate_needed_prompts,
-    find_fewest_prompts,
-    share_delta,
-    simulate_power,
-)
+from selfjudge.tune import certify
 from selfjudge.tune.config import (
     CPU_BATCH,
     CUDA_BATCH,
@@ -127,14 +119,13 @@ def _leave_out_systems(prompts: Sequence[Prompt]) -> list[str]:
     """The normalised texts of prompts without system messages that several of them have."""
     messages = [prompt for prompt in prompts if not isinstance(prompt, str)]
     count = Counter(m["content"] for prompt in messages for m in prompt if m["role"] == "system")
-    return [
-        normalise(
-            prompt
-            if isinstance(prompt, str)
-            else join_messages([m for m in prompt if m["role"] != "system" or count[m["content"]] == 1])
-        )
-        for prompt in prompts
-    ]
+
+    def leave_out(prompt: Prompt) -> Prompt:
+        if isinstance(prompt, str):
+            return prompt
+        return [m for m in prompt if m["role"] != "system" or count[m["content"]] == 1]
+
+    return [normalise(join_messages(leave_out(prompt))) for prompt in prompts]
 
 
 def limit_prompts(groups: Sequence[list[CalibrationPrompt]], limit: int | None) -> list[list[CalibrationPrompt]]:
@@ -161,8 +152,8 @@ def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     choose_measure(config.measure, [prompt for group in groups for prompt in group])
     smallest, largest = (config.batch or CPU_BATCH, config.batch or CUDA_BATCH) if config.times else (None, None)
     try:
-        count, share = min(len(groups), config.limit or len(groups)), share_delta(config.delta, 1)
-        check_prompt_count(count, smallest, config.epsilon, share, len(families), largest_batch=largest)
+        count, share = min(len(groups), config.limit or len(groups)), certify.share_delta(config.delta, 1)
+        certify.check_prompt_count(count, smallest, config.epsilon, share, len(families), largest_batch=largest)
     except SelfJudgeError as error:
         raise SelfJudgeError("; ".join([*repeated, str(error)])) from None
 
@@ -296,7 +287,7 @@ class TuneJob:
             loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             refuse_learnt(pair, prompts, source, warn)
         batch = config.batch or (CUDA_BATCH if answerer.device == "cuda" else CPU_BATCH)
-        aside = count_aside(len(groups), batch) if config.times else 0
+        aside = certify.count_aside(len(groups), batch) if config.times else 0
         measure = choose_measure(config.measure, prompts)
         job = cls(pair, answerer, config, loaded, families, groups[aside:], groups[:aside], measure, batch)
         return replace(job, earlier=tuple(find_earlier(attempt, job.target, job.keys)))
@@ -305,7 +296,7 @@ class TuneJob:
         """Refuse an ε that so few prompts cannot certify; an earlier attempt on them is said."""
         count, batch = len(self.groups) + len(self.aside), self.batch if self.config.times else None
         try:
-            check_prompt_count(count, batch, self.config.epsilon, self.delta, len(self.possible_families))
+            certify.check_prompt_count(count, batch, self.config.epsilon, self.delta, len(self.possible_families))
         except SelfJudgeError as error:
             raise SelfJudgeError("; ".join(filter(None, [self.describe_attempt(), str(error)]))) from None
 
@@ -332,7 +323,7 @@ class TuneJob:
     @property
     def delta(self) -> float:
         """δ of this attempt."""
-        return share_delta(self.config.delta, 1 + len(self.earlier))
+        return certify.share_delta(self.config.delta, 1 + len(self.earlier))
 
     def describe_attempt(self) -> str:
         """Which attempt on these prompts it is, if not the first; else empty."""
@@ -369,24 +360,25 @@ class TuneJob:
         """The families that share δ, as far as that is known before γ is chosen."""
         return self.families if self.config.gamma is None else self.split_by_gamma(self.config.gamma)[0]
 
-    def claim(self, families: Families) -> Claim:
+    def claim(self, families: Families) -> certify.Claim:
         """The claim of every rule. Families have equal shares of the attempt's δ, so all certificates together are
         wrong with probability δ at most. A family's rules need no shares: each is tested at the family's level until
         one fails.
         """
-        return Claim(self.config.epsilon, self.delta / len(families), len(self.groups))
+        return certify.Claim(self.config.epsilon, self.delta / len(families), len(self.groups))
 
     def describe_outlook(self) -> str:
         """What so many prompts can certify, before any is decoded."""
         families = self.possible_families
         claim, over = self.claim(families), "1 family" if len(families) == 1 else f"{len(families)} families"
-        needed = estimate_needed_prompts(claim.epsilon, claim.delta)
+        fewest = certify.find_fewest_prompts(claim.epsilon, claim.delta)
+        needed = certify.estimate_needed_prompts(claim.epsilon, claim.delta)
         grouped = "" if len(self.prompts) == claim.n else f" in {claim.n} groups"
         return (
             f"{len(self.prompts)} prompts{grouped}, at most {100 * claim.epsilon:g} points lost,"
-            f" {1 - self.config.delta:.0%} confidence over {over}: {find_fewest_prompts(claim.epsilon, claim.delta)}"
-            f" prompts certify a rule that changes no score, about {needed} one that changes 5 % of them for no loss"
-            f" (with {claim.n}: {simulate_power(claim):.0%} of such runs)"
+            f" {1 - self.config.delta:.0%} confidence over {over}: {fewest} prompts"
+            f" certify a rule that changes no score, about {needed} one that changes 5 % of them for no loss"
+            f" (with {claim.n}: {certify.simulate_power(claim):.0%} of such runs)"
         )
 
     def settings(self) -> dict[str, Any]:

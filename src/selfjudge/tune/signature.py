@@ -30,7 +30,9 @@ def read_private_key(file: Path) -> Any:
 def sign(folder: Path, digest: str, file: Path) -> None:
     """Write the signature of a recipe's digest."""
     key = read_private_key(file)
-    public = key.public_key().public_bytes(*_openssh()).decode()
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     signature = base64.b64encode(key.sign(_message(digest))).decode()
     write_json(folder / SIGNATURE, {"public_key": public, "signature": signature})
 
@@ -70,12 +72,6 @@ def _read_key(file: Path, kind: str) -> Any:
     if not isinstance(key, ed25519.Ed25519PublicKey if kind == "public" else ed25519.Ed25519PrivateKey):
         raise SelfJudgeError(f"{file} is not a {kind} Ed25519 key: {_HOW}")
     return key
-
-
-def _openssh() -> tuple[Any, Any]:
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
-    return Encoding.OpenSSH, PublicFormat.OpenSSH
 
 
 def _message(digest: str) -> bytes:

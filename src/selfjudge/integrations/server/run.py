@@ -20,9 +20,6 @@ from selfjudge.integrations.server.playground import describe
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.tune.recipe import Recipe
 
-LIMITS = ("header_timeout", "max_connections", "max_body", "timeout")
-"""Settings that hold for each connection."""
-
 
 class Connection(H11Protocol):
     """uvicorn's connection, with time limits for the head of a request and for the reader of an answer, and a limit on
@@ -32,10 +29,7 @@ class Connection(H11Protocol):
     send no request keep nobody out. If all have a request under way the new one is answered with 503.
     """
 
-    header_timeout: float
-    max_connections: int
-    max_body: int
-    timeout: float
+    limits: ServerConfig
     _surplus = False
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
@@ -44,7 +38,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        if len(self.connections) > self.limits.max_connections:
             waiting = [c for c in self.connections if isinstance(c, Connection) and c._waiting_since is not None]
             if waiting:
                 min(waiting, key=lambda connection: connection._waiting_since or 0.0)._give_up()
@@ -53,8 +47,9 @@ class Connection(H11Protocol):
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self._surplus and len(self.connections) > self.max_connections:
-            self._refuse(503, f"{self.max_connections} connections are open already: try again later")
+        most = self.limits.max_connections
+        if self._surplus and len(self.connections) > most:
+            self._refuse(503, f"{most} connections are open already: try again later")
             return
         super().data_received(data)
         self._check_chunk()
@@ -66,9 +61,9 @@ class Connection(H11Protocol):
     def _check_chunk(self) -> None:
         """Refuse a chunk by its size: a client that announces more than it sends would be waited for."""
         size = getattr(self.conn._reader, "_bytes_in_chunk", 0)
-        if size > self.max_body and self.conn.our_state is h11.SEND_RESPONSE:
+        if size > self.limits.max_body and self.conn.our_state is h11.SEND_RESPONSE:
             if size < 1 << 63:
-                self._refuse(413, f"the request has more than {self.max_body} bytes")
+                self._refuse(413, f"the request has more than {self.limits.max_body} bytes")
             else:
                 self._refuse(400, "a chunk of the request has a size that no request can have")
 
@@ -85,7 +80,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._read_timer = self.loop.call_later(self.timeout, self.transport.abort)  # the client reads nothing
+        self._read_timer = self.loop.call_later(self.limits.timeout, self.transport.abort)  # the client reads nothing
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -98,8 +93,9 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _start_timer(self) -> None:
-        late = f"the head of the request did not arrive within {self.header_timeout:g} seconds"
-        self._head_timer = self.loop.call_later(self.header_timeout, self._refuse, 408, late)
+        seconds = self.limits.header_timeout
+        late = f"the head of the request did not arrive within {seconds:g} seconds"
+        self._head_timer = self.loop.call_later(seconds, self._refuse, 408, late)
 
     def _end_wait(self) -> None:
         self._waiting_since, self._surplus = None, False
@@ -152,10 +148,9 @@ async def run(
     scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, notify: Callable[[str], None]
 ) -> None:
     """Serve until a signal; a second one ends the server at once."""
-    limits = {name: getattr(scheduler.config, name) for name in LIMITS}
     config = uvicorn.Config(
         make_app(scheduler, None if recipe is None else describe(recipe)),
-        http=type("LimitedConnection", (Connection,), limits),  # h11, whatever else is installed
+        http=type("LimitedConnection", (Connection,), {"limits": scheduler.config}),  # h11, whatever else is installed
         ws="none",
         log_level="warning",
         access_log=False,
