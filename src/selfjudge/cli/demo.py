@@ -15,10 +15,10 @@ import typer
 from selfjudge.bench.config import DemoConfig
 from selfjudge.cli.groups import SMALL, AnsweringPair, PairOptions, describe_size
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import Progress, figure, print_json, print_rows, warn
+from selfjudge.cli.output import Progress, print_json, print_rows, warn
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import check_page, write_text
-from selfjudge.types import GLOSSARY, Notify, explain
+from selfjudge.types import Notify, explain
 
 if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
@@ -27,17 +27,8 @@ Say = Callable[[str], None]
 NOTES = """same start: how much of an answer comes before its first token that differs from plain decoding's.
 log-likelihood: how likely the target finds the answer, per token.
 The judges' strictness: they reject {quality:.0%} of bad substitutions (--quality {quality})."""
-COLUMNS = {
-    "γ": ("gamma", ""),
-    "m": ("mean_accepted_length", ".2f"),
-    "judged": ("judged_share", ".1%"),
-    "tokens/s": ("tokens_per_second", ".1f"),
-    "× plain": ("speed_over_plain", ".2f"),
-    "same start": ("same_start_as_plain", ".0%"),
-    "log-likelihood": ("log_likelihood", ".3f"),
-}
-"""What the table of the small pair shows after the rule: a row's figures, and their formats."""
-SPEEDS = ("tokens_per_second", "speed_over_plain")
+HEADS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start", "log-likelihood")
+"""Short heads of the page's columns (`report.demo.COLUMNS`): lines of a terminal are short."""
 
 
 @config_options(DemoConfig)
@@ -106,25 +97,11 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
 
 
 def _print_gain(gain: dict[str, Any]) -> None:
-    from selfjudge.report.demo import mark_substitutions, with_shown_speeds
-    from selfjudge.report.formats import fixed, tenths
+    from selfjudge.report.demo import gain_table, mark_substitutions
 
-    rows = with_shown_speeds(gain)
+    table, rows = gain_table(gain), gain["rows"]
     typer.echo(f"\n{rows[0]['example'].strip()}\n")
-    print_rows(
-        [
-            {
-                "rule": row["rule"],
-                "tokens/s": tenths(row["shown_speed"]),
-                "× plain": fixed(row["shown_ratio"]),
-                f"{GLOSSARY['m']} (m)": figure(row["mean_accepted_length"], ".2f"),
-                f"{GLOSSARY['γ']} (γ)": figure(row["gamma_mean"], ".1f"),
-                "passes": row["passes"],
-                "the answer": "the same" if row["same_as_plain"] else f"{row['judged']} tokens substituted",
-            }
-            for row in rows
-        ]
-    )
+    print_rows([{column.head: column.text(row) for column in table.columns} for row in table.rows])
     if gain["busy"]:
         typer.echo(gain["busy"])
     if rows[-1]["judged"]:
@@ -213,10 +190,12 @@ def _show_own(own: dict[str, Any], say: Say) -> None:
 
 def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:
     """Print a line of the table, as soon as it is known; speeds of a busy machine are left out."""
-    cells = ["busy" if name in SPEEDS and row["busy"] else figure(row[name], f, "–") for name, f in COLUMNS.values()]
-    for first, others in (("rule", COLUMNS), (row["rule"], cells)) if heading else ((row["rule"], cells),):
-        widths = (max(len(title), 4) + 3 for title in COLUMNS)
-        say(f"{first:<22}" + "".join(f"{cell:>{width}}" for cell, width in zip(others, widths, strict=True)))
+    from selfjudge.report.demo import COLUMNS
+
+    cells = [column.show(row) for column in COLUMNS]
+    for rule, *others in (HEADS, cells) if heading else (cells,):
+        widths = (max(len(head), 4) + 3 for head in HEADS[1:])
+        say(f"{rule:<22}" + "".join(f"{cell:>{width}}" for cell, width in zip(others, widths, strict=True)))
 
 
 def _finish(result: dict[str, Any], out: Path, as_json: bool) -> None:

@@ -9,8 +9,25 @@ from typing import Any
 from selfjudge.report.formats import fixed, percent, quote_token, tenths, thousandths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
-from selfjudge.report.table import PER_PASS, Column, Table, word_column
+from selfjudge.report.table import GAMMA, PER_PASS, RULE, Column, Table, word_column
 from selfjudge.types import GLOSSARY
+
+
+def _unless_busy(key: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda row: "busy" if row.get("busy") else row[key]
+
+
+COLUMNS = (
+    RULE,
+    GAMMA,
+    PER_PASS,
+    Column("judged", "judged_share", percent, help=f"tokens {GLOSSARY['judged']}"),
+    Column("tokens/s", _unless_busy("tokens_per_second"), tenths),
+    Column("× plain", _unless_busy("speed_over_plain"), fixed, help="speed over plain decoding"),
+    Column("same start", "same_start_as_plain", percent, help="share of an answer that is plain decoding’s"),
+    Column("log-likelihood", "log_likelihood", thousandths, help="of the answers, per token, by the target"),
+)
+"""Columns of the rules side by side."""
 
 
 def demo_page(result: Mapping[str, Any]) -> str:
@@ -28,7 +45,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
         title="Speculative decoding on this machine",
         findings=describe_result(result),
         gain=gain if gain["rows"] else None,
-        gain_table=_gain_table(gain) if gain["rows"] else None,
+        gain_table=gain_table(gain) if gain["rows"] else None,
         gain_answers=[_answer(row) for row in gain["rows"]],
         table=_table(result) if rows else None,
         pair=result.get("pair") or "the small pair",
@@ -134,15 +151,16 @@ def mark_substitutions(tokens: Sequence[Sequence[Any]]) -> str:
     return "".join(mark(text, choice) if origin == "judge" else text for text, origin, choice, *_ in tokens)
 
 
-def _gain_table(gain: Mapping[str, Any]) -> Table:
+def gain_table(gain: Mapping[str, Any]) -> Table:
+    """The question on the large model: what each rule took for it."""
     columns = (
-        word_column("rule", "rule"),
+        RULE,
         Column("tokens/s", "shown_speed", tenths, help="median of the turns; their range on a busy machine"),
         Column("× plain", "shown_ratio", fixed),
         PER_PASS,
-        Column(f"{GLOSSARY['γ']} (γ)", "gamma_mean", tenths),
+        Column(GAMMA.head, "gamma_mean", tenths),
         Column("passes", "passes", help="of the large model, the one that reads the prompt included"),
-        Column("substituted", "judged", help=f"tokens {GLOSSARY['judged']}"),
+        word_column("the answer", lambda r: "the same" if r["same_as_plain"] else f"{r['judged']} tokens substituted"),
     )
     turns = len(gain["rows"][0]["seconds"])
     kind = "ranges" if gain["busy"] else "medians"
@@ -151,16 +169,6 @@ def _gain_table(gain: Mapping[str, Any]) -> Table:
 
 
 def _table(result: Mapping[str, Any]) -> Table:
-    columns = (
-        word_column("rule", "rule"),
-        Column(f"{GLOSSARY['γ']} (γ)", "gamma"),
-        PER_PASS,
-        Column("judged", "judged_share", percent, help=f"tokens {GLOSSARY['judged']}"),
-        Column("tokens/s", _unless_busy("tokens_per_second"), tenths),
-        Column("× plain", _unless_busy("speed_over_plain"), fixed, help="speed over plain decoding"),
-        Column("same start", "same_start_as_plain", percent, help="share of an answer that is plain decoding’s"),
-        Column("log-likelihood", "log_likelihood", thousandths, help="of the answers, per token, by the target"),
-    )
     quality = result.get("quality", 0.9)
     notes = [f"The judges’ strictness: they reject {100 * quality:g} % of bad substitutions (q{quality:g})."]
     if result.get("dtype"):
@@ -170,11 +178,7 @@ def _table(result: Mapping[str, Any]) -> Table:
         notes.append(f"{busy}.")
     if result.get("tune"):
         notes.append(f"A small tune: {result['tune']['finding']} {result['tune']['claim']}")
-    return Table("rules", "Rules side by side", columns, tuple(result["rows"]), " ".join(notes))
-
-
-def _unless_busy(key: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda row: "busy" if row.get("busy") else row[key]
+    return Table("rules", "Rules side by side", COLUMNS, tuple(result["rows"]), " ".join(notes))
 
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:

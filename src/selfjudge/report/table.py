@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 class Column:
     """`form` shows the row's `value`: a key, or a function of the row.
 
-    `below` is shown smaller under it, in Markdown after `joint`: the key of an interval, or a function of the row.
+    `below` is shown smaller under it, as plain text after `joint`: the key of an interval, or a function of the row.
     """
 
     head: str
@@ -39,6 +39,10 @@ class Column:
             return self.below(row)
         return show_interval(row[self.below], self.form) if self.below else ""
 
+    def text(self, row: Row) -> str:
+        """Both in one line."""
+        return self.joint.join(filter(None, (self.show(row), self.small(row))))
+
 
 def word_column(head: str, value: str | Callable[[Row], Any], **more: Any) -> Column:
     """A column of words, not of numbers."""
@@ -57,13 +61,9 @@ class Table:
 
     def markdown(self) -> str:
         """As a GitHub table; cells hold no markup of their own."""
-
-        def cell(column: Column, row: Row) -> str:
-            return escape(column.joint.join(filter(None, (column.show(row), column.small(row)))))
-
         table = markdown_table(
             [escape(column.head) for column in self.columns],
-            ([cell(column, row) for column in self.columns] for row in self.rows),
+            ([escape(column.text(row)) for column in self.columns] for row in self.rows),
             "".join("r" if column.numeric else "l" for column in self.columns),
         )
         note = f"\n{escape(self.note)}\n" if self.note else ""
