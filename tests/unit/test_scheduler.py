@@ -153,7 +153,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     metrics.add("requests_total", 2, endpoint="/health", status="503", mode="")
     for seconds in (0.003, 0.3, 1000.0):
         metrics.observe("request_seconds", seconds, "off")
-    metrics.gauge("running", "Now.", lambda: 3)
+    metrics.gauge("running", lambda: 3)
     lines = metrics.text().splitlines()
     assert 'selfjudge_requests_total{endpoint="/health",mode="",status="503"} 2.0' in lines
     assert 'selfjudge_request_seconds_bucket{le="0.25",mode="off"} 1.0' in lines

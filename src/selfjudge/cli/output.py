@@ -57,9 +57,9 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def figure(value: float | None, form: str, missing: str = "") -> str:
+def figure(value: float | None, form: str) -> str:
     """A number in a table's cell."""
-    return missing if value is None else format(value, form)
+    return "" if value is None else format(value, form)
 
 
 def with_spread(value: float | None, interval: list[float] | None) -> str:

@@ -51,7 +51,7 @@ def make_app(scheduler: Scheduler, recipe: Mapping[str, str] | None) -> ASGI:
     app.router.route_class = StrictRoute
     config, metrics, name = scheduler.config, scheduler.metrics, scheduler.config.name
     encoder, since = Encoder(scheduler.pair), int(time.time())
-    metrics.gauge("event_loop_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
+    metrics.gauge("event_loop_tasks", lambda: len(asyncio.all_tasks()))
     for kind in (RefusedError, SelfJudgeError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
 

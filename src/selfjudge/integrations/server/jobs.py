@@ -76,7 +76,7 @@ class ShadowJobs:
         """Jobs that an idle engine may take."""
         self._own = rules.choose()
         self._exact = replace(rules.choose(RuleRequest(gamma=self._own.gamma), off=True), background=True)
-        metrics.gauge("shadow_waiting", "Requests that wait to be decoded again.", lambda: len(self.waiting))
+        metrics.gauge("shadow_waiting", lambda: len(self.waiting))
 
     def choose(self, job: CompletionJob) -> None:
         """Decide whether a job will be decoded both ways."""

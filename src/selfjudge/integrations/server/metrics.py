@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from importlib import resources
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -11,24 +13,8 @@ BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 MODES = ("judged", "off")
 """Values of the label `mode`: whether a draft could be accepted against the target's choice."""
 
-COUNTERS = {
-    "requests_total": ("HTTP requests by endpoint and status; completions also by mode.", "endpoint status mode"),
-    "generations_total": (
-        "Answers by mode and by how they ended: stop, length, cancelled, timeout, shutdown or error.",
-        "mode finish",
-    ),
-    "prompt_tokens_total": ("Tokens of the prompts of these answers, by mode.", "mode"),
-    "tokens_total": (
-        "Tokens of these answers by mode and origin: draft (aligned), judge (against alignment) or target.",
-        "mode origin",
-    ),
-    "cycles_total": ("Verification passes by mode, counted for every answer that took part.", "mode"),
-    "drafted_tokens_total": ("Draft tokens of these answers by mode, accepted or not.", "mode"),
-}
-HISTOGRAMS = {
-    "time_to_first_token_seconds": "Seconds from the arrival of a request to its first token, by mode.",
-    "request_seconds": "Seconds from the arrival of a request to its last token, by mode.",
-}
+DECLARED = json.loads(resources.files(__package__).joinpath("assets", "metrics.json").read_text(encoding="utf-8"))
+"""What there is to count, and what each name means."""
 
 
 class Metrics:
@@ -38,12 +24,12 @@ class Metrics:
         disable_created_metrics()  # the time of each counter's first value, which nobody asked for
         self.registry = CollectorRegistry()
         self._counters = {
-            name: Counter(PREFIX + name, about, labels.split(), registry=self.registry)
-            for name, (about, labels) in COUNTERS.items()
+            name: Counter(PREFIX + name, declared["about"], declared["labels"], registry=self.registry)
+            for name, declared in DECLARED["counters"].items()
         }
         self._histograms = {
             name: Histogram(PREFIX + name, about, ["mode"], buckets=BUCKETS, registry=self.registry)
-            for name, about in HISTOGRAMS.items()
+            for name, about in DECLARED["histograms"].items()
         }
         self._gauges: dict[str, Gauge] = {}
 
@@ -54,10 +40,10 @@ class Metrics:
     def observe(self, name: str, seconds: float, mode: str) -> None:
         self._histograms[name].labels(mode).observe(seconds)
 
-    def gauge(self, name: str, about: str, value: Callable[[], float], **labels: str) -> None:
+    def gauge(self, name: str, value: Callable[[], float], **labels: str) -> None:
         """A figure that is computed when the metrics are read."""
         if name not in self._gauges:
-            self._gauges[name] = Gauge(PREFIX + name, about, list(labels), registry=self.registry)
+            self._gauges[name] = Gauge(PREFIX + name, DECLARED["gauges"][name], list(labels), registry=self.registry)
         gauge = self._gauges[name].labels(**labels) if labels else self._gauges[name]
         gauge.set_function(value)
 

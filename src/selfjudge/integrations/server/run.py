@@ -161,7 +161,7 @@ async def run(
     )
     server = Server(config)
     connections = server.server_state.connections
-    scheduler.metrics.gauge("connections", "Connections that are open.", lambda: len(connections))
+    scheduler.metrics.gauge("connections", lambda: len(connections))
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
 

@@ -65,16 +65,14 @@ class Scheduler:
         self._prefilled = dict.fromkeys(MODES, 0)  # tokens that prefill yielded, which belong to no cycle
         self.closed = self._stopping = False
         self._thread = threading.Thread(target=self._work, name="decode", daemon=True)
-        metrics.gauge("queue_depth", "Requests that wait for a place.", lambda: len(self._queue))
-        metrics.gauge("encoding", "Requests whose prompt is being encoded.", self._encoding.total)
-        metrics.gauge("running", "Answers being decoded.", lambda: self._running)
-        metrics.gauge("batches", "Batches being decoded, one for each choice of rule.", lambda: len(self._active))
+        metrics.gauge("queue_depth", lambda: len(self._queue))
+        metrics.gauge("encoding", self._encoding.total)
+        metrics.gauge("running", lambda: self._running)
+        metrics.gauge("batches", lambda: len(self._active))
         self._gamma = dict.fromkeys(MODES, 0)
-        about = "Tokens per verification pass by mode, over all answers so far."
         for mode in MODES:
-            metrics.gauge("mean_accepted_length", about, partial(self._mean_accepted_length, mode), mode=mode)
-            latest = partial(self._gamma.__getitem__, mode)
-            metrics.gauge("gamma", "Draft tokens of the latest cycle by mode.", latest, mode=mode)
+            metrics.gauge("mean_accepted_length", partial(self._mean_accepted_length, mode), mode=mode)
+            metrics.gauge("gamma", partial(self._gamma.__getitem__, mode), mode=mode)
 
     def _mean_accepted_length(self, mode: str) -> float:
         cycles = self.metrics.total("cycles_total", mode=mode)
@@ -339,8 +337,7 @@ def start_scheduler(
         shadow = Shadow(monitor, config.shadow, config.shadow_keep, LOG, registry)
         scheduler.shadow = ShadowJobs(shadow, rules, scheduler.metrics)
     if pair.target.device.type == "cuda":
-        about = "Bytes on the device: in use, and set aside by torch."
-        scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_allocated, kind="allocated")
-        scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_reserved, kind="reserved")
+        scheduler.metrics.gauge("device_memory_bytes", torch.cuda.memory_allocated, kind="allocated")
+        scheduler.metrics.gauge("device_memory_bytes", torch.cuda.memory_reserved, kind="reserved")
     scheduler.start()
     return scheduler
