@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfjudge.report.charts import Chart, Point, Series
-from selfjudge.report.demo import encodable, show_token
+from selfjudge.report.demo import show_token
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import fixed, points, show_interval, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
@@ -247,7 +247,7 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
         table=table,
         untried=untried,
         count_untried=len(certificate["candidates"]) - len(table.rows),
-        examples=[_example(encodable(dict(example))) for example in examples],
+        examples=[_example(example) for example in examples],
         data={},
     )
 

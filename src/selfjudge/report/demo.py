@@ -37,7 +37,6 @@ def demo_page(result: Mapping[str, Any]) -> str:
     judge's score]`. Without them the answer is shown as plain text. All but `rows` may be missing: a demo may have been
     stopped. `gain` is the question on the large model, and has rows of its own.
     """
-    result = encodable(result)
     rows: list[dict[str, Any]] = result["rows"]
     gain = result.get("gain") or {"rows": []}
     return render(
@@ -202,12 +201,3 @@ def show_token(
         judged = "" if score is None else f"; judge’s score {score:.2f}"
         wanted = f"target wanted {quote_token(choice)}{certainty}{judged}"
     return {"text": text, "origin": origin if origin in ORIGINS else "draft", "wanted": wanted}
-
-
-def encodable(value: Any) -> Any:
-    """The value with lone surrogates, which UTF-8 cannot encode, replaced."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, dict):
-        return {encodable(k): encodable(v) for k, v in value.items()}
-    return [encodable(v) for v in value] if isinstance(value, list) else value

@@ -112,7 +112,8 @@ def render(template: str, **values: Any) -> str:
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}';"
         " base-uri 'none'; form-action 'none'"
     )
-    return _templates().get_template(template).render(style=style, script=script, policy=policy, **values)
+    text = _templates().get_template(template).render(style=style, script=script, policy=policy, **values)
+    return text.encode("utf-8", "replace").decode()  # halves of characters become question marks
 
 
 @cache

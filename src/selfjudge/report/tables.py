@@ -9,20 +9,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from selfjudge.report import formats
-from selfjudge.report.records import (
-    PAPER,
-    EvalRun,
-    Interval,
-    Results,
-    group_by_task,
-    has_several_pairs,
-    name_task,
-    rule_order,
-    slug,
-    task_title,
-    usual_gamma,
-)
+from selfjudge.report import formats, records
+from selfjudge.report.records import PAPER, EvalRun, Interval, Results, group_by_task, task_title
 from selfjudge.report.table import AGREEMENT, GAMMA, PER_PASS, RULE, Column, Row, Table, number_ids, word_column
 
 Z = 1.959964
@@ -45,7 +33,7 @@ def make_tables(results: Results) -> dict[str, list[Table]]:
 
 def _averages(runs: Sequence[EvalRun], pair: str) -> Table:
     """A pair's averages over the paper's tasks: every rule at every γ that covers all of its tasks."""
-    scored = sorted((r for r in runs if r.pair == pair and r.task in PAPER), key=rule_order)
+    scored = sorted((r for r in runs if r.pair == pair and r.task in PAPER), key=records.rule_order)
     tasks = sorted({r.task for r in scored}, key=PAPER.index)
     swept = {r.method for r in scored if r.is_named}
     rules: dict[str, list[EvalRun]] = defaultdict(list)
@@ -54,9 +42,9 @@ def _averages(runs: Sequence[EvalRun], pair: str) -> Table:
             rules[run.rule].append(run)
     chosen = [each for own in rules.values() for each in _one_run_a_task(own) if len(each) > 1]
     rows = tuple(map(average_row, chosen))
-    part, end = (pair, f", {pair}") if has_several_pairs(runs) else ("", "")
+    part, end = (pair, f", {pair}") if records.has_several_pairs(runs) else ("", "")
     columns, note = _average_columns(tasks), _average_note(tasks, rows)
-    return Table(slug("averages", part), f"Average over tasks{end}", columns, rows, note)
+    return Table(records.slug("averages", part), f"Average over tasks{end}", columns, rows, note)
 
 
 def _average_note(tasks: Sequence[str], rows: Sequence[Row]) -> str:
@@ -146,10 +134,10 @@ def _per_task(runs: Sequence[EvalRun]) -> list[Table]:
     """One table a task: every run."""
     tables = []
     for (pair, task), chosen in group_by_task(runs).items():
-        title, part = name_task(pair, task, runs)
+        title, part = records.name_task(pair, task, runs)
         busy = next((f"Where tokens/s are marked busy: {run.busy}." for run in chosen if run.busy), "")
         rows = tuple(run.row() for run in chosen)
-        tables.append(Table(slug("task", part), title, _per_task_columns(chosen), rows, busy))
+        tables.append(Table(records.slug("task", part), title, _per_task_columns(chosen), rows, busy))
     return tables
 
 
@@ -215,7 +203,7 @@ def _substitutions(runs: Sequence[EvalRun]) -> Table:
         )
 
     columns = (
-        *([word_column("pair", "pair")] if has_several_pairs(runs) else []),
+        *([word_column("pair", "pair")] if records.has_several_pairs(runs) else []),
         word_column("task", lambda row: task_title(row["task"])),
         RULE,
         Column("count", "count", formats.whole),
@@ -227,7 +215,7 @@ def _substitutions(runs: Sequence[EvalRun]) -> Table:
 
 def _typical(runs: Sequence[EvalRun]) -> list[EvalRun]:
     """One run of each method with substitutions, at the usual γ: F, else the one with most of them."""
-    gamma = usual_gamma(runs)
+    gamma = records.usual_gamma(runs)
     by_method: dict[str, list[EvalRun]] = defaultdict(list)
     for run in runs:
         if run.gamma == gamma and run.substitutions:

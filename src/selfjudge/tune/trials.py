@@ -15,16 +15,9 @@ from selfjudge.evaluate.execute import make_sample
 from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks import Row
+from selfjudge.tune import certify
 from selfjudge.tune.calibration import CalibrationPrompt, TuneJob
-from selfjudge.tune.certify import (
-    Claim,
-    Decision,
-    Floats,
-    average_groups,
-    decide,
-    estimate_needed_prompts,
-    find_fewest_prompts,
-)
+from selfjudge.tune.certify import Claim, Decision, Floats
 from selfjudge.tune.config import GAMMAS, Families, RefusedRule
 from selfjudge.tune.speeds import FEWEST_TURNS, TIMED_TOKENS, Clock, Comparison, choose_gamma
 from selfjudge.types import Generation, Notify, default_gamma
@@ -65,7 +58,7 @@ class RuleTrial:
     @property
     def observations(self) -> Floats:
         """D of each group whose prompts are all answered."""
-        return average_groups(self.differences, self.sizes)
+        return certify.average_groups(self.differences, self.sizes)
 
     @property
     def tried(self) -> bool:
@@ -95,7 +88,7 @@ class RuleTrial:
         if self.certified or not len(observed):
             return None
         variance, mean = max(float(observed.var()), 1 / len(observed)), float(observed.mean())
-        return estimate_needed_prompts(self.claim.epsilon, self.claim.delta, mean=mean, variance=variance)
+        return certify.estimate_needed_prompts(self.claim.epsilon, self.claim.delta, mean=mean, variance=variance)
 
     @property
     def why(self) -> str:
@@ -217,7 +210,7 @@ class Tuning:
     def _say_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
         """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
         tokens, left = self.job.max_new_tokens, self.tested_until - time.monotonic()
-        fewest = find_fewest_prompts(claim.epsilon, claim.delta)
+        fewest = certify.find_fewest_prompts(claim.epsilon, claim.delta)
         rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == ("exact", gamma)]
         if rates and (affordable := left * rates[0] / (2 * tokens)) < fewest:
             self.say(
@@ -297,7 +290,7 @@ class Tuning:
         self._report(stage, done / total)
         while self._decode_next(trial, self.tested_until):
             self._report(stage, (done + len(trial.differences) / len(self.job.prompts)) / total)
-            trial.decision = decide(trial.claim, trial.observations)
+            trial.decision = certify.decide(trial.claim, trial.observations)
             if trial.decision.certified or trial.decision.futile:
                 return
         trial.stopped = len(trial.differences) < len(self.job.prompts)
