@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
+from power import simulate_power
 from selfjudge.tune.certify import (
     CAP,
     Claim,
@@ -19,7 +20,6 @@ from selfjudge.tune.certify import (
     estimate_needed_prompts,
     find_binomial_bound,
     find_fewest_prompts,
-    simulate_power,
 )
 
 DIFFERENCES = st.lists(st.sampled_from([-1.0, -0.3, 0.0, 0.4, 1.0]), min_size=1, max_size=60)

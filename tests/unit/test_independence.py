@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from power import simulate_power
 from selfjudge.errors import SelfJudgeError
 from selfjudge.tune import ledger
-from selfjudge.tune.certify import Claim, average_groups, compute_log_capital, share_delta, simulate_power
+from selfjudge.tune.certify import Claim, average_groups, compute_log_capital, share_delta
 from selfjudge.tune.groups import SHINGLE, SIMILAR, Groups, key_prompt, normalise
 
 EPSILON, DELTA = 0.1, 0.1

@@ -10,11 +10,8 @@ from selfjudge.evaluate.config import EvalConfig
 from selfjudge.store import read_json
 from selfjudge.types import check_settings, setting
 
-PAPER_PAIRS = {
-    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
-    "llama-3.1-70b": ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
-}
+_DECLARED = read_json(Path(__file__).with_name("presets.json"))
+PAPER_PAIRS = _DECLARED.pop("pairs")
 """Target and draft of the paper's own pairs."""
 
 
@@ -53,8 +50,7 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
-_FILE = Path(__file__).with_name("presets.json")
-PRESETS = {name: Preset(**_with_tuples(values)) for name, values in read_json(_FILE).items()}
+PRESETS = {name: Preset(**_with_tuples(values)) for name, values in _DECLARED.items()}
 """quick: little of everything on one small machine, needs no data; full: every method on every task, one GPU;
 paper: the paper's own settings; released: the method as in the authors' code, beside that of the paper."""
 

@@ -173,8 +173,8 @@ def _describe_runs(runs: Sequence[EvalRun]) -> Content:
         if run.rule not in methods[run.method]:
             methods[run.method].append(run.rule)
     tasks = sorted({run.task for run in runs}, key=task_order)
-    dates = sorted({run.provenance.date[:10] for run in runs} - {""})
-    machines = sorted({run.provenance.machine for run in runs} - {""})
+    dates = sorted({run.date[:10] for run in runs} - {""})
+    machines = sorted({run.machine for run in runs} - {""})
     names = ", ".join(map(task_title, tasks))
     days = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
     return {

@@ -22,19 +22,9 @@ Interval = tuple[float, float]
 VARIANT = " · "
 """Separates a task from what distinguishes some of its runs: the number of examples, or the length limit."""
 ORIGINS = ("draft", "judge", "target")
+PROVENANCE = ("machine", "dtype", "versions", "date", "commit")
 MATCHING_WORDS = "matching words"
 """The measure of a task without reference answers: the share of words in common with `exact`."""
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """The machine and the software of a measurement, as text."""
-
-    machine: str = ""
-    dtype: str = ""
-    versions: str = ""
-    date: str = ""
-    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +74,11 @@ class EvalRun:
     max_new_tokens: int | None = None
     substitutions: tuple[tuple[str, str, int], ...] = field(default=(), repr=False)
     """(the target's choice, the token taken, how often)"""
-    provenance: Provenance = field(default=Provenance(), repr=False)
+    machine: str = ""
+    dtype: str = ""
+    versions: str = ""
+    date: str = ""
+    commit: str = ""
     examples: tuple[AnswerExample, ...] = field(default=(), repr=False)
     """Answers for the token viewer."""
 
@@ -129,7 +123,7 @@ class EvalRun:
 
     def row(self) -> dict[str, Any]:
         """The run as a row of a table."""
-        hidden = ("folder", "substitutions", "provenance", "examples")
+        hidden = ("folder", "substitutions", "examples", *PROVENANCE)
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden} | {"method": self.method}
 
 
@@ -287,9 +281,8 @@ def _read_run(file: Path, content: Content) -> EvalRun:
     known = {key: value for key, value in content.items() if key in names and value is not None}
     known |= {key: tuple(value) for key, value in known.items() if isinstance(value, list)}
     return EvalRun(
-        **known | {"substitutions": tuple(map(tuple, content.get("substitutions") or ()))},
+        **known | {"substitutions": tuple(map(tuple, content.get("substitutions") or ()))} | _provenance(content),
         folder=file.parent,
-        provenance=_provenance(content),
         examples=tuple(examples),
     )
 
@@ -309,14 +302,15 @@ def _with_score(file: Path, content: Content) -> Content:
     }
 
 
-def _provenance(content: Content) -> Provenance:
+def _provenance(content: Content) -> Content:
+    """The machine and the software of a measurement, as text."""
     machine, versions = content.get("machine") or {}, content.get("versions") or {}
     cores = f"{machine['cpus']} cores" if machine.get("cpus") else ""
     parts = (machine.get("gpu"), machine.get("cpu") or machine.get("arch"), cores)
-    return Provenance(
-        ", ".join(str(part) for part in parts if part),
-        content.get("dtype") or "",
-        ", ".join(f"{name} {version}" for name, version in versions.items()),
-        content.get("date") or "",
-        (content.get("commit") or "")[:12],
-    )
+    return {
+        "machine": ", ".join(str(part) for part in parts if part),
+        "dtype": content.get("dtype") or "",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "date": content.get("date") or "",
+        "commit": (content.get("commit") or "")[:12],
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -229,12 +229,9 @@ def _count_substitutions(run: EvalRun) -> int:
 
 def _provenance(runs: Sequence[EvalRun]) -> Table:
     """Where the figures come from: runs with the same provenance are one row."""
-    counts = Counter((run.pair, run.judge, run.judge_id, run.batch, run.max_new_tokens, run.provenance) for run in runs)
-    rows = tuple(
-        {"pair": pair, "runs": count, "judge": judge, "judge_id": judge_id, "batch": batch, "max_new_tokens": limit}
-        | asdict(made)
-        for (pair, judge, judge_id, batch, limit, made), count in counts.items()
-    )
+    names = ("pair", "judge", "judge_id", "batch", "max_new_tokens", *records.PROVENANCE)
+    counts = Counter(tuple(getattr(run, name) for name in names) for run in runs)
+    rows = tuple({**dict(zip(names, made, strict=True)), "runs": count} for made, count in counts.items())
     columns = (
         word_column("pair", "pair"),
         word_column("judge", "judge", below=lambda row: row["judge_id"][:12]),

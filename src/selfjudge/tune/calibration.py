@@ -378,7 +378,6 @@ class TuneJob:
             f"{len(self.prompts)} prompts{grouped}, at most {100 * claim.epsilon:g} points lost,"
             f" {1 - self.config.delta:.0%} confidence over {over}: {fewest} prompts"
             f" certify a rule that changes no score, about {needed} one that changes 5 % of them for no loss"
-            f" (with {claim.n}: {certify.simulate_power(claim):.0%} of such runs)"
         )
 
     def settings(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ ASIDE = 10
 POINTS = 200  # points of the capital's course that a certificate keeps
 CAP = 0.9  # the most of the capital that a single prompt may cost
 _Z = 1.2816  # the normal quantile of POWER
-_CHUNK = 1 << 21  # simulated prompts at a time
 _ZETA = 1.2020570  # Σ 1/k³, rounded up
 _STEPS = 200  # steps of `find_upper_bound` from 0 to 1
 _MANY = 1_000_000  # prompts; a message counts no further
@@ -192,23 +191,6 @@ def estimate_needed_prompts(
         return None
     least = find_fewest_prompts(gap, delta)
     return max(least, math.ceil(n + least / 2))
-
-
-def simulate_power(
-    claim: Claim, *, discordant: float = DISCORDANT, drop: float = 0.0, runs: int = 1000, seed: int = 0
-) -> float:
-    """The share of simulated runs that certify the claim.
-
-    A share `discordant` of the prompts has another score under the rule, D = ±1, with E[D] = `drop`.
-    """
-    lost, changed = (discordant + drop) / 2, discordant
-    rng = np.random.default_rng(seed)
-    certified, rows = 0, max(1, _CHUNK // claim.n)
-    for start in range(0, runs, rows):
-        u = rng.random((min(rows, runs - start), claim.n))
-        differences = np.where(u < lost, 1.0, np.where(u < changed, -1.0, 0.0))
-        certified += int((compute_log_capital(claim, differences).max(-1) >= claim.goal).sum())
-    return certified / runs
 
 
 def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delta: float) -> dict[str, Any]:

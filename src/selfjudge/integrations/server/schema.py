@@ -5,7 +5,9 @@ What would change an answer and is not supported is refused by name.
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
+from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -15,17 +17,10 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import EMPTY_PROMPT
 from selfjudge.integrations.server.config import ServerConfig
 
-IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-)  # fmt: skip
-"""Fields that are accepted and change nothing."""
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0),
-    "logit_bias": ({},), "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
-    "reasoning_effort": (), "verbosity": (),
-}  # fmt: skip
+_FIELDS = json.loads(resources.files(__package__).joinpath("assets", "openai.json").read_text(encoding="utf-8"))
+IGNORED: list[str] = _FIELDS["ignored"]
+"""Fields of OpenAI's API that are accepted and change nothing."""
+UNSUPPORTED: dict[str, list[Any]] = _FIELDS["unsupported"]
 """Fields that are not supported, and the values at which they change nothing."""
 
 
