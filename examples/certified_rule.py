@@ -11,6 +11,6 @@ config = TuneConfig(
     tasks=("arithmetic",), limit=24, epsilon=0.2, families=("margin",), gamma=3, max_new_tokens=32, minutes=1
 )
 with TemporaryDirectory() as folder:
-    recipe = tune_pair(pair, Path(folder) / "tuned", config, say=print)
+    recipe = tune_pair(pair, Path(folder) / "tuned", config, warn=print)
     print((recipe.folder / "certificate.md").read_text())
     print(generate(pair, "Why is the sky blue?", rule=recipe.rule, gamma=recipe.gamma, max_new_tokens=32).text)

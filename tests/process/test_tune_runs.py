@@ -180,11 +180,11 @@ def test_speeds_choose_gamma_on_prompts_set_aside(
     monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): "")  # whatever else this machine does
     said: list[str] = []
     timed = replace(config, times=True, gamma=None, families=("margin", "fly"), epsilon=0.35)
-    certificate = tune_pair(tiny_pair, tmp_path / "t", timed, say=said.append).certificate
+    certificate = tune_pair(tiny_pair, tmp_path / "t", timed, warn=said.append).certificate
     small = certificate["candidates"][0]["gamma"] == 2
     assert len(said) == 1 + small  # what so many prompts can certify, and that fly is not among the rules
     assert ("fly" in certificate["families"]) is not small
-    tune_pair(tiny_pair, tmp_path / "short", replace(timed, minutes=1e-9), say=said.append)
+    tune_pair(tiny_pair, tmp_path / "short", replace(timed, minutes=1e-9), warn=said.append)
     assert "1e-09 minutes may be too few" in said[-1]
     gammas = {row["gamma"] for row in certificate["speeds"] if row["rule"] == "exact"}
     assert gammas == {2, 3, 5}
@@ -276,7 +276,7 @@ def test_a_family_that_gamma_excludes_has_no_share_of_delta(
 ) -> None:
     said: list[str] = []
     small = replace(config, gamma=2, families=("margin", "fly"))
-    certificate = tune_pair(tiny_pair, tmp_path / "t", small, say=said.append).certificate
+    certificate = tune_pair(tiny_pair, tmp_path / "t", small, warn=said.append).certificate
     assert "confidence over 1 family" in said[0]
     assert said[1] == (
         "γ = 2: rules of the family fly are not tested (fly with window 2 needs `gamma` > 2, not 2:"
@@ -341,7 +341,7 @@ def test_groups_of_prompts_are_one_observation_each(
     with pytest.raises(SelfJudgeError, match=r"15 prompts cannot certify `epsilon` 0\.2"):
         tune_pair(tiny_pair, tmp_path / "few", replace(config, prompts=file, epsilon=0.2))
     loose = replace(config, prompts=file, epsilon=0.6, families=("margin",))
-    recipe = tune_pair(tiny_pair, tmp_path / "t", loose, say=said.append, warn=said.append)
+    recipe = tune_pair(tiny_pair, tmp_path / "t", loose, warn=said.append)
     assert "30 prompts have 15 groups by their `group`: each group counts once" in said
     assert any(line.startswith("30 prompts in 15 groups, at most 60 points lost") for line in said)
     certificate = Recipe.load(recipe.folder).certificate

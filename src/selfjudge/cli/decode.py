@@ -29,8 +29,6 @@ from selfjudge.types import GLOSSARY, Generation, default_gamma
 
 if TYPE_CHECKING:
     from selfjudge.decoding.text import Stream
-    from selfjudge.judge.model import Judge
-    from selfjudge.models.pair import Pair
 
 FIGURES = (
     "origins", "finish", "cycles", "gamma_mean", "mean_accepted_length", "drafts_accepted", "judged_share",
@@ -236,7 +234,12 @@ def serve(
     from selfjudge.integrations.server.config import listen
 
     listener = listen(host, port)
-    pair, judge = load(setup)
+    pair = setup.load(needs_draft=setup.request.gamma != 0)
+
+    from selfjudge.judge.model import Judge
+
+    source = setup.request.judge
+    judge = pair.judge if source is None else Judge.from_pretrained(source)
     _say_result(setup.recipe)
     with ExitStack() as stack:
         progress = stack.enter_context(waiting("trying out an answer …"))
@@ -251,16 +254,6 @@ def serve(
 
         scheduler = start_scheduler(pair, judge, config, setup.recipe, progress)
         run(scheduler, setup.recipe, listener, welcome)
-
-
-def load(setup: Setup) -> tuple[Pair, Judge | None]:
-    """The models, and the judge that requests may ask for: the one named, else the one that ships."""
-    pair = setup.load(needs_draft=setup.request.gamma != 0)
-
-    from selfjudge.judge.model import Judge
-
-    source = setup.request.judge
-    return pair, pair.judge if source is None else Judge.from_pretrained(source)
 
 
 def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:

@@ -241,15 +241,7 @@ def tune(
 
     with Progress(resume="go on with --resume") as update:
         recipe = tune_pair(
-            pair,
-            out,
-            config,
-            judge=judge,
-            answerer=answerer,
-            vllm_flags=_vllm_flags,
-            notify=update,
-            say=warn,
-            warn=warn,
+            pair, out, config, judge=judge, answerer=answerer, vllm_flags=_vllm_flags, notify=update, warn=warn
         )
     if as_json:
         print_json({"recipe": recipe.content, "certificate": recipe.certificate})

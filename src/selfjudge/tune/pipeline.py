@@ -37,7 +37,7 @@ from selfjudge.tune.config import FREE, TuneConfig
 from selfjudge.tune.ledger import note_attempt
 from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, Recipe, make_recipe, seal_recipe
 from selfjudge.tune.signature import SIGNATURE, sign
-from selfjudge.tune.trials import DIGITS, RuleTrial, Say, TuneResult, Tuning
+from selfjudge.tune.trials import DIGITS, RuleTrial, TuneResult, Tuning
 from selfjudge.tune.verify import CERTIFICATE, describe_overlap, pack, summarise
 from selfjudge.types import Notify, Warn
 
@@ -56,13 +56,12 @@ def tune_pair(
     answerer: Answerer | None = None,
     vllm_flags: Flags = lambda recipe, folder: None,
     notify: Notify = lambda stage, share: None,
-    say: Say = lambda text: None,
     warn: Warn = lambda text: None,
 ) -> Recipe:
     """Find the fastest rule whose loss is certified, in the folder `out`. Resumes an earlier call.
 
     `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this
-    process, unless an `answerer` is handed in. `say` is told before the run what so many prompts can certify.
+    process, unless an `answerer` is handed in. `warn` is also told before the run what so many prompts can certify.
     A finished run returns at once, unless its time was up and there is more now, or its speeds were not reliable.
     """
     config.check()
@@ -92,10 +91,9 @@ def tune_pair(
         job = replace(job, earlier=max(known, tuple(note_attempt(attempt, job.target, job.keys)), key=len))
         folder.seal(ATTEMPT, [], id=attempt, earlier=job.earlier)
         remarks += filter(None, [job.describe_attempt()])
-        for remark in remarks:
+        for remark in (*remarks, job.describe_outlook()):
             warn(remark)
-        say(job.describe_outlook())
-        result = Tuning(job, folder, notify, say).run()
+        result = Tuning(job, folder, notify, warn).run()
         notify("writing", 1.0)
         return _write(job, folder, result, vllm_flags)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from selfjudge.tune.calibration import CalibrationPrompt, TuneJob
 from selfjudge.tune.certify import Claim, Decision, Floats
 from selfjudge.tune.config import GAMMAS, Families, RefusedRule
 from selfjudge.tune.speeds import FEWEST_TURNS, TIMED_TOKENS, Clock, Comparison, choose_gamma
-from selfjudge.types import Generation, Notify, default_gamma
+from selfjudge.types import Generation, Notify, Warn, default_gamma
 
 DIGITS = 4
 """Digits of D; a certificate holds it as it was bet on."""
@@ -28,7 +28,6 @@ COMPARED = 2
 """Certified rules that are timed against `exact`: those with most tokens per target pass."""
 RESERVED = 0.25
 """Share of the time that is kept for it."""
-Say = Callable[[str], None]
 Speed = tuple[float, Interval]
 """A ratio of speeds and its interval."""
 
@@ -175,8 +174,8 @@ class Tuning:
     Every batch of every rule is a sealed part of the folder.
     """
 
-    def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, say: Say) -> None:
-        self.job, self.folder, self.notify, self.say = job, folder, notify, say
+    def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, warn: Warn) -> None:
+        self.job, self.folder, self.notify, self.warn = job, folder, notify, warn
         self.clock = Clock(job.answerer, job.plan, job.max_new_tokens, notify)
         self.begun = time.monotonic()
         self.deadline = self.begun + 60 * job.minutes  # after it no batch is begun
@@ -191,29 +190,29 @@ class Tuning:
             speeds, busy = self._measure_speeds(job.possible_families)
         gamma = choose_gamma(speeds, config.gamma or default_gamma(job.answerer.device))
         if busy:
-            self.say(f"{busy}; γ = {gamma}{'' if config.gamma else ', by default'}")
+            self.warn(f"{busy}; γ = {gamma}{'' if config.gamma else ', by default'}")
         families, refused = job.split_by_gamma(gamma)
         claim = job.claim(families)
-        self._say_which_fall_away(families, gamma, refused)
-        self._say_if_late(speeds, gamma, claim)
+        self._warn_of_families(families, gamma, refused)
+        self._warn_if_late(speeds, gamma, claim)
         trials = self._test_families(families, gamma, claim)
         comparison = self._compare_speeds(trials, speeds) if config.times else None
         best = self._choose_fastest(trials, None if comparison is None or comparison.doubt else comparison)
         trials += [RuleTrial(family, "", rule, gamma, claim, refused=why) for family, rule, why in refused]
         return TuneResult(trials, best, gamma, speeds, list(families), comparison, busy)
 
-    def _say_which_fall_away(self, families: Families, gamma: int, refused: Sequence[RefusedRule]) -> None:
+    def _warn_of_families(self, families: Families, gamma: int, refused: Sequence[RefusedRule]) -> None:
         """Say which families have no share of δ: γ was chosen on prompts set aside, so that the others may take it."""
         for name, reason in {family: why for family, _, why in refused if family not in families}.items():
-            self.say(f"γ = {gamma}: rules of the family {name} are not tested ({reason})")
+            self.warn(f"γ = {gamma}: rules of the family {name} are not tested ({reason})")
 
-    def _say_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
+    def _warn_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
         """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
         tokens, left = self.job.max_new_tokens, self.tested_until - time.monotonic()
         fewest = certify.find_fewest_prompts(claim.epsilon, claim.delta)
         rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == ("exact", gamma)]
         if rates and (affordable := left * rates[0] / (2 * tokens)) < fewest:
-            self.say(
+            self.warn(
                 f"{self.job.minutes:g} minutes may be too few: if answers have {tokens} tokens, about"
                 f" {max(0, int(affordable))} prompts fit, under exact and one rule, and {fewest} are the fewest that"
                 " certify one: resume with --resume and more --minutes"
