@@ -21,7 +21,7 @@ from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, print_json, waiting, warn
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
-from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.config import ServerConfig, listen
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.recipe import Recipe
@@ -230,9 +230,6 @@ def serve(
         raise SelfJudgeError("`vllm` goes with --backend vllm")
 
     replace(setup, request=setup.request if own.needs_judge else own).check()
-
-    from selfjudge.integrations.server.config import listen
-
     listener = listen(host, port)
     pair = setup.load(needs_draft=setup.request.gamma != 0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.store import read_json
@@ -46,11 +45,10 @@ class Preset:
     """Whether a judge is also trained as in the authors' code, which differs from the paper."""
 
 
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-PRESETS = {name: Preset(**_with_tuples(values)) for name, values in _DECLARED.items()}
+PRESETS = {
+    name: Preset(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    for name, values in _DECLARED.items()
+}
 """quick: little of everything on one small machine, needs no data; full: every method on every task, one GPU;
 paper: the paper's own settings; released: the method as in the authors' code, beside that of the paper."""
 

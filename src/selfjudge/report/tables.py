@@ -82,13 +82,10 @@ def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
 
 
 def _one_run_a_task(runs: Sequence[EvalRun]) -> list[list[EvalRun]]:
-    """One rule's runs → sets with one run a task: by γ where a γ covers all its tasks, else each task at its own γ."""
-    tasks = {r.task for r in runs}
-    gammas = [[r for r in runs if r.gamma == gamma] for gamma in sorted({r.gamma for r in runs})]
-    if covering := [chosen for chosen in gammas if len(chosen) == len(tasks)]:
-        return covering
-    if len(runs) == len(tasks):
+    """One rule's runs → sets with one run a task: each task at its own γ, or every γ that covers most tasks."""
+    if len(runs) == len({r.task for r in runs}):
         return [list(runs)]
+    gammas = [[r for r in runs if r.gamma == gamma] for gamma in sorted({r.gamma for r in runs})]
     most = max(map(len, gammas))
     return [chosen for chosen in gammas if len(chosen) == most]
 

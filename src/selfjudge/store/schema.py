@@ -96,7 +96,10 @@ def _plan(kind: Any) -> Plan:
     """The outside and the inside of a kind: `list[int]` is a list of (int,), a record a dictionary of its fields."""
     if is_typeddict(kind) or is_dataclass(kind):
         hints = get_type_hints(kind, include_extras=True)
-        optional = _optional_keys(kind, hints)
+        optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
+        for f in fields(kind) if is_dataclass(kind) else ():
+            if f.default is not MISSING or f.default_factory is not MISSING:
+                optional.add(f.name)
         return RECORD, {name: (_plan(hint), name in optional) for name, hint in hints.items()}
     origin, inside = get_origin(kind) or kind, get_args(kind)
     if origin is NotRequired:
@@ -106,12 +109,6 @@ def _plan(kind: Any) -> Plan:
     if origin is Annotated:
         return origin, (_plan(inside[0]), *filter(callable, inside[1:]))
     return Union if origin is UnionType else origin, inside if origin is Literal else tuple(map(_plan, inside))
-
-
-def _optional_keys(kind: Any, hints: Mapping[str, Any]) -> set[str]:
-    if is_dataclass(kind):
-        return {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
-    return {name for name, hint in hints.items() if get_origin(hint) is NotRequired or not kind.__total__}
 
 
 def _check(value: Any, plan: Plan) -> None:

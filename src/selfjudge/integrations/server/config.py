@@ -81,10 +81,6 @@ class ServerConfig:
         """The keys that clients may send; none if everybody is welcome."""
         return () if self.api_key is None else tuple(key.strip() for key in self.api_key.split(","))
 
-    def all_but_one_each(self, places: int) -> int:
-        """The most places that one key may hold, so that each other key finds one free."""
-        return max(1, places - max(0, len(self.keys) - 1))
-
     @property
     def prompt_bytes(self) -> int:
         return BYTES_PER_TOKEN * self.max_context if self.max_prompt_bytes is None else self.max_prompt_bytes

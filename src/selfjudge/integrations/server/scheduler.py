@@ -220,7 +220,8 @@ class Scheduler:
 
     def _leaves_room(self, job: CompletionJob, held: Sequence[CompletionJob]) -> bool:
         """Whether other keys find a place and a batch when a key that holds these jobs gets one more."""
-        places, batches = map(self.config.all_but_one_each, (self.config.max_batch, self.config.max_batches))
+        others = max(0, len(self.config.keys) - 1)
+        places, batches = (max(1, most - others) for most in (self.config.max_batch, self.config.max_batches))
         return len(held) < places and _count_batches(job, held) <= batches
 
     def _enter(self, job: CompletionJob) -> None:
