@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.store import read_json
@@ -45,10 +46,11 @@ class Preset:
     """Whether a judge is also trained as in the authors' code, which differs from the paper."""
 
 
-PRESETS = {
-    name: Preset(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-    for name, values in _DECLARED.items()
-}
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+PRESETS = {name: Preset(**_with_tuples(values)) for name, values in _DECLARED.items()}
 """quick: little of everything on one small machine, needs no data; full: every method on every task, one GPU;
 paper: the paper's own settings; released: the method as in the authors' code, beside that of the paper."""
 

@@ -49,7 +49,7 @@ def read_formats() -> dict[str, dict[str, tuple[str, bool, str]]]:
 
 def _declare(name: str, keys: dict[str, tuple[str, bool, str]]) -> Any:
     kinds = {key: f"NotRequired[{kind}]" if optional else kind for key, (kind, optional, _) in keys.items()}
-    return TypedDict(name, kinds)  # type: ignore[misc]
+    return TypedDict(name, kinds)  # type: ignore[operator]
 
 
 globals().update({name: _declare(name, keys) for name, keys in read_formats().items()})

@@ -98,7 +98,7 @@ def _plan(kind: Any) -> Plan:
         hints = get_type_hints(kind, include_extras=True)
         optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
         for f in fields(kind) if is_dataclass(kind) else ():
-            if f.default is not MISSING or f.default_factory is not MISSING:
+            if (f.default, f.default_factory) != (MISSING, MISSING):
                 optional.add(f.name)
         return RECORD, {name: (_plan(hint), name in optional) for name, hint in hints.items()}
     origin, inside = get_origin(kind) or kind, get_args(kind)
