@@ -219,7 +219,7 @@ def test_speeds_of_a_busy_machine_are_measured_again_later(
     monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): busy)
     said: list[str] = []
     timing = replace(config, times=True, gamma=None, epsilon=0.35)
-    first = tune_pair(tiny_pair, tmp_path / "t", timing, say=said.append)
+    first = tune_pair(tiny_pair, tmp_path / "t", timing, warn=said.append)
     assert f"{busy}; γ = 3, by default" in said
     found = first.certificate
     assert (found["unreliable"], found["speed_measure"], found["speeds"]) == (busy, "mean_accepted_length", [])
