@@ -44,7 +44,7 @@ def explain(*labels: str) -> str:
 
 
 def default_gamma(device: str) -> int:
-    """The default γ where it is a fixed number, so that results do not depend on the clock.
+    """The default γ where it is a fixed number, so that results do not depend on the machine.
     On a CPU a pass of many tokens costs more, so fewer pay."""
     return 3 if device == "cpu" else 5
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from selfjudge.bench.config import DecodeBenchConfig
+from selfjudge.decoding.costs import kept_costs
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.text import generate
 from selfjudge.engine.select import PairEngines
@@ -93,6 +94,7 @@ def bench_decode(
         "baseline": runs[0].name,
         "busy": busy,
         "runs": rows,
+        "costs": kept_costs(PairEngines(pair).shape()),
         "best": None if busy else _best(rows),
     }
 

@@ -11,6 +11,7 @@ import json
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
@@ -133,18 +134,21 @@ class CostTable:
         return home() / "costs" / f"{hashlib.sha256(self.shape.encode()).hexdigest()[:16]}.json"
 
 
+def kept_costs(shape: str) -> dict[int, dict[int, tuple[float, float]]]:
+    """What the cache folder has of this shape: rows → drafts → seconds of drafting, seconds of the rest."""
+    table = CostTable(shape)
+    table.load()
+    return table.cycles
+
+
 def kept_tables() -> list[dict[str, Any]]:
-    """The tables in the cache folder, for `doctor` and `bench`; damaged files are left out."""
+    """All tables in the cache folder; damaged files are left out."""
     tables = []
     for path in sorted((home() / "costs").glob("*.json")):
-        try:
-            table = CostTable(str(read_json(path)["shape"]))
-        except (SelfJudgeError, KeyError):
-            continue
-        table.load()
-        if table.cycles:
-            tables.append({"shape": json.loads(table.shape), "cycles": table.cycles})
-    return tables
+        with suppress(SelfJudgeError, KeyError, ValueError):
+            shape = str(read_json(path)["shape"])
+            tables.append({"shape": json.loads(shape), "cycles": kept_costs(shape)})
+    return [table for table in tables if table["cycles"]]
 
 
 def _between(points: Mapping[int, tuple[float, float]], x: int) -> tuple[float, float]:

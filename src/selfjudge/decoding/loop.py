@@ -48,8 +48,9 @@ def decode(
 
     With `trace`, emissions say what the target wanted at judged tokens.
 
-    With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle, by the clock and by how many drafts were accepted.
-    Lossless rules stay lossless. Under other rules, and when sampling, answers depend on γ, and so on the clock.
+    With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle, by what cycles cost on this machine and by how many
+    drafts were accepted. Lossless rules stay lossless. Under other rules, and when sampling, answers depend on γ, and
+    so on the machine and on what was decoded before.
 
     The caller may add rows to `cancelled` between steps: they leave before the next step and are removed from the set.
     It may also put requests in the `queue`: they enter while there is room, numbered after the first requests.

@@ -91,7 +91,7 @@ class AcceptanceRule:
     def default_gamma(self, device: str) -> Gamma:
         """γ where none is given: `auto` where answers do not depend on it, else the device's fixed number.
 
-        So answers depend on the clock only where `auto` is asked for.
+        So answers depend on the machine and on earlier answers only where `auto` is asked for.
         """
         return "auto" if self.lossless and self.sampling is None else default_gamma(device)
 

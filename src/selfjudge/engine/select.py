@@ -80,11 +80,12 @@ class PairEngines:
             settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # they set the speed
             with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
                 kept: dict[Hashable, Any] = self.draft.keep(("batches", self.target, settings), dict)
-                yield BatchEngines(target, draft, kept, self.draft.keep(("shape", settings), self._shape))
+                yield BatchEngines(target, draft, kept, self.draft.keep(("shape", settings), self.shape))
 
-    def _shape(self) -> str:
-        """What decides how long a cycle takes, as JSON."""
-        assert self.draft is not None
+    def shape(self) -> str:
+        """What decides how long a cycle takes, as JSON; empty without a draft."""
+        if self.draft is None:
+            return ""
         models = {"target": (self.target, self.target.dtype_name), "draft": (self.draft, self.draft_dtype)}
         described = {name: {**_describe_shape(model), "dtype": dtype} for name, (model, dtype) in models.items()}
         host = {
