@@ -21,10 +21,13 @@ ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8}
 SMALLER = {
     "doctor": [],
     "distill": [
-        "--prompts", "mine.jsonl:24", "--max-new-tokens", "32", "--held-out", "2", "--steps", "4", "--batch-tokens", "1024",
+        "--prompts", "mine.jsonl:8", "--max-new-tokens", "16", "--held-out", "2", "--steps", "2", "--batch-tokens", "256",
     ],
-    "bench": ["--limit", "2", "--max-new-tokens", "16", "--repeats", "1"],
-    "tune": ["--epsilon", "0.9", "--limit", "10", "--max-new-tokens", "8", "--engine-options", json.dumps(ENGINE)],
+    "bench": ["--limit", "1", "--max-new-tokens", "12", "--repeats", "1"],
+    "tune": [
+        "--epsilon", "0.9", "--limit", "10", "--max-new-tokens", "6",
+        "--engine-options", json.dumps(ENGINE),
+    ],
     "serve": ["--vllm", "--enforce-eager --max-model-len 512 --max-num-seqs 8"],
     "label": ["--max-new-tokens", "160", "--calibrate-prompts", "3"],
     "train": [],
@@ -42,7 +45,12 @@ def commands() -> list[list[str]]:
     assert sum(line.startswith("MODEL=") for line in lines) == 1
     found = [shlex.split(line, comments=True) for line in lines if line.startswith("selfjudge ")]
     other = {"$MODEL": str(checkpoint_folder("smollm2-135m")), "self:2000": "self:6"}
-    return [[other.get(word, word) for word in words[1:]] + SMALLER[words[1]] for words in found]
+    return [[other.get(word, word) for word in words[1:]] + SMALLER[words[1]] + families(words) for words in found]
+
+
+def families(words: list[str]) -> list[str]:
+    """Options of `tune` for one family of rules, and the judge's."""
+    return ["--families", "margin,judged" if "--judge" in words else "margin"] if words[1] == "tune" else []
 
 
 def run(folder: Path, words: list[str]) -> None:
