@@ -30,20 +30,17 @@ def demo(
     return found
 
 
-def test_the_demo_ends_in_a_table(
+def test_the_demo_makes_a_judge_and_ends_in_a_table(
     embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    found = demo(monkeypatch, capsys, tmp_path, "--no-labels")
+    """With labels; tests/process/test_wheel.py has the demo without."""
+    found = demo(monkeypatch, capsys, tmp_path)
     assert "judged, shipped" in (tmp_path / "demo.html").read_text()
-    assert [row["rule"] for row in found["rows"]] == ["plain", "exact", "topk:2", "judged, shipped"]
+    first, *rules, last = (row["rule"] for row in found["rows"])
+    assert (first, *rules[:2], last) == ("plain", "exact", "topk:2", "judged, shipped")
     assert found["rows"][0]["log_likelihood"] == pytest.approx(found["rows"][1]["log_likelihood"], abs=1e-3)
     assert (found["dtype"], found["draft_dtype"]) == ("q4", "int8")
-
-
-def test_the_demo_labels_and_trains_a_judge_of_its_own(
-    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
-    own = demo(monkeypatch, capsys, tmp_path)["own"]
+    own = found["own"]
     assert own["labels"] > 50
     assert 0 < own["acceptable"] < 0.5
     assert own["tau"] == find_shipped_tau("smollm2-135m", embedded.draft_sha256, 10)["tau"]

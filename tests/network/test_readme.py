@@ -98,7 +98,7 @@ def test_a_certificate(
         if line.startswith("selfjudge serve"):
             assert start(*shlex.split(line)[2:]).send("GET", "/")[0] == 200  # the playground
             continue
-        hurry = " --minutes 0.3 --max-new-tokens 32" if line.startswith("selfjudge tune") else ""
+        hurry = " --minutes 0.2 --max-new-tokens 32" if line.startswith("selfjudge tune") else ""
         run(monkeypatch, line + hurry)  # of an option that is given twice the last counts
         shown = capsys.readouterr().out
         assert not hurry or re.search(r"certified ≤|use exact", shown)

@@ -85,10 +85,12 @@ def test_the_quick_demo_with_a_compiler_and_without(installed: Environment) -> N
     def rows(done: subprocess.CompletedProcess[str]) -> list[str]:
         return [row["rule"] for row in json.loads(done.stdout)["rows"]]
 
-    with_compiler = installed.run("demo", "--quick", "--json")
+    with_compiler = installed.run("demo", "--quick", "--limit", "1", "--json")
     assert rows(with_compiler) == ["plain", "exact", "topk:2", "judged, shipped"]
     assert (installed.elsewhere / "demo.html").is_file()
-    without = installed.run("demo", "--quick", "--limit", "1", "--json", PATH=str(installed.bin), CXX="")
+    without = installed.run(
+        "demo", "--quick", "--limit", "1", "--max-new-tokens", "12", "--json", PATH=str(installed.bin), CXX=""
+    )
     assert rows(without) == rows(with_compiler)
     assert "no C++ compiler found" in without.stderr
     assert "slower" in without.stderr

@@ -15,7 +15,7 @@ from selfjudge.store import read_rows
 OPTIONS = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8}
 VLLM = ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)]
 RULES = ("exact", "margin:2,guard=on", "margin:price=0.3,guard=on", "judged:q0.5")
-PROMPTS = 12
+PROMPTS = 8  # one batch
 
 
 def run(*words: str) -> Any:
@@ -36,7 +36,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("eval")
     for name, more in (("torch", []), ("vllm", VLLM)):
         run(
-            "eval", "--tasks", "arithmetic", "--limit", str(PROMPTS), "--max-new-tokens", "32", "--gammas", "3", "--dtype",
+            "eval", "--tasks", "arithmetic", "--limit", str(PROMPTS), "--max-new-tokens", "24", "--gammas", "3", "--dtype",
             "float32", "--device", "cpu", "--batch", "8", "--examples", "0", "--rules", " ".join(RULES),
             "--out", str(root / name), *more,
         )  # fmt: skip
