@@ -76,14 +76,14 @@ def draft_score(
     return tl.where(finite != 0, score, float("nan"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("gamma",))
 def _scores(
     hidden_ptr, logit_ptr, choice_ptr, draft_ptr, weight_ptr, bias_ptr, out_ptr, hidden_step, logit_step, hidden, limit,
-    GAMMA: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr, LIMITED: tl.constexpr,
+    gamma, LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr, LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
-    row = (i // GAMMA * (GAMMA + 1) + i % GAMMA).to(tl.int64)  # blocks have GAMMA drafts and one row more
+    row = (i + i // gamma).to(tl.int64)  # blocks have γ drafts and one row more
     margin = 0.0
     if MARGIN or LIMITED:
         logits, token = logit_ptr + row * logit_step, tl.load(draft_ptr + i)
@@ -105,6 +105,6 @@ def draft_scores(judge: JudgeWeights, hidden: Tensor, logits: Tensor, choice: Te
     hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
     _scores[(drafts.numel(),)](
         hidden, logits, choice, drafts.contiguous(), judge.weight, judge.bias, out, hidden.stride(0), logits.stride(0),
-        hidden.shape[1], judge.limit, GAMMA=drafts.shape[1], num_warps=4, **judge.constants,
+        hidden.shape[1], judge.limit, drafts.shape[1], num_warps=4, **judge.constants,
     )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("gamma",))
 def _scan(
     harm_ptr, aligned_ptr, first_ptr, count_ptr, price_ptr, window_ptr, out_ptr, gamma, price, FLAT: tl.constexpr
 ):  # fmt: skip

@@ -4,9 +4,15 @@ Decoding with few rows is a chain of small kernels, each bound by the time its w
 FEW rows split their inputs over enough programs to keep the whole device reading, and leave the sum of the parts to the
 next kernel. Each kernel starts while the one before it still runs (programmatic dependent launch): it loads its weights
 first and only then waits for its inputs (`gdc_wait`).
+
+Few variants are compiled: of the batch and of γ only tile sizes, each one of a few, are compile-time constants, and
+`@run_time` keeps Triton from compiling numbers that are 1 or divisible by 16, and aligned pointers, once more.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -17,16 +23,23 @@ from selfjudge.engine.cuda.kernels_torch import Kernels, Packing, TensorPair
 
 FEW = 32  # rows of a split product; larger products are compute-bound and go to torch
 SHARED_BYTES = 160 << 10  # shared memory that a split product may need; with less, torch does all products
+SHARES = 16  # most parts that attention splits the keys of a row into
 PROCESSORS = 132  # multiprocessors of an H100 or H200; with more or fewer the work spreads less evenly
 
 
-@triton.jit
+def run_time(*names: str) -> Callable[[Callable[..., None]], Any]:
+    """`triton.jit` for a kernel whose arguments of these names get no variants of their own; none is read as vector."""
+    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)
+
+
+@run_time("token_ptr", "count_ptr", "length_ptr", "width")
 def _begin(
     token_ptr, count_ptr, length_ptr, table_ptr, x_ptr, slot_ptr, position_ptr, width, slots, vocabulary, hidden,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64)
-    row, column = place // width, place % width
+    place = tl.program_id(0)
+    row, column = place // width, place % width  # in 32 bits, and before the wait
+    place = place.to(tl.int64)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -64,7 +77,7 @@ def _norm(
     tl.store(y_ptr + row * hidden + at, (wide * scale).to(x.dtype) * w, mask=inside)
 
 
-@triton.jit
+@run_time("rows")
 def _product(
     x_ptr, w_ptr, bias_ptr, out_ptr, rows, outputs, inputs,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, BIAS: tl.constexpr,
@@ -95,7 +108,7 @@ def _product(
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=real_n[:, None] & real_m[None, :])
 
 
-@triton.jit
+@run_time("rows")
 def _gated(
     x_ptr, w_ptr, y_ptr, rows, inner, inputs,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
@@ -127,11 +140,12 @@ def _gated(
     tl.store(out_at, y.to(y_ptr.dtype.element_ty), mask=real_n[:, None] & real_m[None, :])
 
 
-@triton.jit
+@run_time("slot_ptr", "position_ptr", "row_ptr", "width")
 def _rotate(
     qkv_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, row_ptr, q_ptr, k_ptr, v_ptr, width, slots, heads, kv, step,
     PARTS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    row = (tl.program_id(0) // width).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half: tl.constexpr = DIM // 2
@@ -146,7 +160,7 @@ def _rotate(
         a += tl.load(source + i * step + at).to(tl.float32)
         b += tl.load(source + i * step + half + at).to(tl.float32)
     a, b = a.to(q_ptr.dtype.element_ty), b.to(q_ptr.dtype.element_ty)
-    row = tl.load(row_ptr + token) if PACKED else token // width
+    row = tl.load(row_ptr + token) if PACKED else row
     slot = tl.load(slot_ptr + token)
     if head < heads + kv:
         position = tl.load(position_ptr + token)
@@ -168,22 +182,23 @@ def _rotate(
         tl.store(target + half + at, b)
 
 
-@triton.jit
+@run_time("position_ptr", "start_ptr", "width", "blocks", "queries", "splits")
 def _attention(
-    q_ptr, k_ptr, v_ptr, position_ptr, start_ptr, out_ptr, part_ptr, scale, width, slots, heads, kv, blocks,
-    GROUP: tl.constexpr, TOGETHER: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, position_ptr, start_ptr, out_ptr, part_ptr, scale, width, slots, heads, kv, blocks, queries,
+    splits, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: QUERIES tokens times TOGETHER heads of one row against a share of its keys, online softmax.
+    """One program: `queries` tokens times TOGETHER heads of one row against its keys, online softmax.
 
     PACKED rows have their own numbers of tokens and follow one another, from start_ptr[row] on.
-    With SPLITS > 1 it writes the unnormalised sum, the mass and the maximum of its share for `_combine`.
+    With SPLIT it reads one of `splits` shares of the keys, and writes the unnormalised sum, the mass and the maximum of
+    its share for `_combine`.
     """
     row = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * TOGETHER
     share = tl.program_id(2) // blocks
     index = tl.arange(0, ROWS)
-    token = (tl.program_id(2) % blocks) * QUERIES + index // TOGETHER
+    token = (tl.program_id(2) % blocks) * queries + index // TOGETHER
     head = first_head + index % TOGETHER
     d = tl.arange(0, DIM)
     if EARLY:
@@ -191,7 +206,7 @@ def _attention(
         tl.extra.cuda.gdc_wait()
     first = tl.load(start_ptr + row) if PACKED else row * width
     count = tl.load(start_ptr + row + 1) - first if PACKED else width
-    real = (index < QUERIES * TOGETHER) & (token < count)
+    real = (index < queries * TOGETHER) & (token < count)
     position = tl.load(position_ptr + first + token, mask=real, other=-1)
     line = (first + token) * heads + head
     q = tl.load(q_ptr + line[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
@@ -200,8 +215,11 @@ def _attention(
     mass = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM], tl.float32)
     last = tl.max(position, 0).to(tl.int32)
-    size = tl.cdiv(last + 1, SPLITS * BLOCK) * BLOCK
-    for start in range(share * size, tl.minimum(last + 1, (share + 1) * size), BLOCK):
+    begin, stop = 0, last + 1
+    if SPLIT:
+        size = tl.cdiv(last + 1, splits * BLOCK) * BLOCK
+        begin, stop = share * size, tl.minimum(last + 1, (share + 1) * size)
+    for start in range(begin, stop, BLOCK):
         s = start + tl.arange(0, BLOCK)
         inside = s <= last
         k = tl.load(k_ptr + base + s[None, :] * DIM + d[:, None], mask=inside[None, :], other=0.0)
@@ -214,29 +232,32 @@ def _attention(
         mass = mass * shrink + tl.sum(p, 1)
         mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
         most = higher
-    if SPLITS == 1:
+    if not SPLIT:
         mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
         tl.store(out_ptr + line[:, None] * DIM + d[None, :], mixed.to(out_ptr.dtype.element_ty), mask=real[:, None])
     else:
-        place = (line * SPLITS + share) * (DIM + 2)
+        place = (line * splits + share) * (DIM + 2)
         tl.store(part_ptr + place[:, None] + d[None, :], mixed, mask=real[:, None])
         tl.store(part_ptr + place + DIM, mass, mask=real)
         tl.store(part_ptr + place + DIM + 1, most, mask=real)
 
 
-@triton.jit
-def _combine(part_ptr, out_ptr, SPLITS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr):
-    """One program: add up the shares of one token and head."""
+@run_time("splits")
+def _combine(part_ptr, out_ptr, splits, SHARES: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr):
+    """One program: add up the shares of one token and head, `splits` of at most SHARES."""
     line = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DIM)
-    share = tl.arange(0, SPLITS)
-    place = part_ptr + (line * SPLITS + share) * (DIM + 2)
+    share = tl.arange(0, SHARES)
+    real = share < splits
+    place = part_ptr + (line * splits + share) * (DIM + 2)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    mass, most = tl.load(place + DIM), tl.load(place + DIM + 1)
+    mass = tl.load(place + DIM, mask=real, other=0.0)
+    most = tl.load(place + DIM + 1, mask=real, other=-float("inf"))
     weight = tl.exp(most - tl.max(most, 0))
-    mixed = tl.sum(tl.load(place[:, None] + d[None, :]) * weight[:, None], 0) / tl.sum(mass * weight, 0)
+    parts = tl.load(place[:, None] + d[None, :], mask=real[:, None], other=0.0)
+    mixed = tl.sum(parts * weight[:, None], 0) / tl.sum(mass * weight, 0)
     tl.store(out_ptr + line * DIM + d, mixed.to(out_ptr.dtype.element_ty))
 
 
@@ -379,16 +400,20 @@ class TritonKernels(Kernels):
         blocks = triton.cdiv(width, queries)
         programs = batch * (heads // together) * blocks
         exact = q.dtype == torch.float32
-        splits = min(16, triton.next_power_of_2(max(1, PROCESSORS // programs)), triton.next_power_of_2(slots // 32))
+        splits = min(
+            SHARES, triton.next_power_of_2(max(1, PROCESSORS // programs)), triton.next_power_of_2(slots // 32)
+        )
         out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
         parts = out if splits == 1 else q.new_empty((tokens * heads, splits, dim + 2), dtype=torch.float32)
         _attention[(batch, heads // together, blocks * splits)](
             q, keys, values, position.contiguous(), position if packing is None else packing.start, out, parts,
-            dim**-0.5, width, slots, heads, kv, blocks,
-            GROUP=group, TOGETHER=together, QUERIES=queries, ROWS=max(16, triton.next_power_of_2(queries * together)),
-            DIM=dim, BLOCK=32 if exact or splits > 1 else 64, SPLITS=splits, EXACT=exact,
+            dim**-0.5, width, slots, heads, kv, blocks, queries, splits,
+            GROUP=group, TOGETHER=together, ROWS=max(16, triton.next_power_of_2(queries * together)),
+            DIM=dim, BLOCK=32 if exact or splits > 1 else 64, SPLIT=splits > 1, EXACT=exact,
             PACKED=packing is not None, num_warps=2 if splits > 1 else 4, num_stages=2, **self._launch(tokens),
         )  # fmt: skip
         if splits > 1:
-            _combine[(tokens * heads,)](parts, out, SPLITS=splits, DIM=dim, num_warps=1, **self._launch(tokens))
+            _combine[(tokens * heads,)](
+                parts, out, splits, SHARES=SHARES, DIM=dim, num_warps=1, **self._launch(tokens)
+            )  # fmt: skip
         return out
