@@ -35,11 +35,11 @@ import torch
 import typer
 from common import say
 
-from selfjudge.cli.decode import load
 from selfjudge.cli.groups import PairOptions, Setup
 from selfjudge.cli.options import config_options
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.judge.model import Judge
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import markdown_table, measured_on, write_json
 
@@ -256,7 +256,9 @@ def served(arguments: list[str]) -> tuple[Any, Any, Any]:
     @config_options(PairOptions, "models")
     def command(*, models: PairOptions, request: RuleRequest, config: ServerConfig) -> tuple[Any, Any, Any]:
         own = replace(request.named(), judge=None)
-        return *load(Setup(models, request)), replace(config, default_rule=own)
+        pair = Setup(models, request).load(needs_draft=request.gamma != 0)
+        judge = pair.judge if request.judge is None else Judge.from_pretrained(request.judge)
+        return pair, judge, replace(config, default_rule=own)
 
     app = typer.Typer()
     app.command()(command)

@@ -27,7 +27,7 @@ JUDGE = {
     "score": "the labels' score", "tau": "", "acceptable": "share of the mismatches that τ was chosen by",
     "margin_limit": "no say beyond so many nats", "sources": "its prompts' sources",
     "quality_curve": "bad substitutions rejected, and the θ that does so", "thresholds": "F, R and others",
-    "metrics": "ROC-AUC, labels, acceptable rate",
+    "metrics": "ROC-AUC, labels, acceptable rate", "labels_sha256": "of the label files it was trained on",
 }  # fmt: skip
 HEAD = {
     "format_version": "", "kind": "", "target": "", "target_sha256": SHA, "hidden_size": "the target's",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import tiny_model
-from selfjudge.decoding import costs as costs_module, loop
+from selfjudge.decoding import loop
 from selfjudge.decoding.admission import Request
 from selfjudge.decoding.costs import CONTRADICTION, RECENT, CostTable, kept_tables
 from selfjudge.decoding.loop import decode
@@ -133,7 +133,6 @@ def engines() -> BatchEngines:
 def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
     busy: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs_module, "MIN_KEPT_SECONDS", 0.0)
     monkeypatch.setattr(loop.LoadWatch, "describe", lambda self: "this machine is busy" if busy else "")
     lent, request = engines(), [Request([5, 6, 7], 12)]
     torch.manual_seed(0)

@@ -254,6 +254,13 @@ class _Wilful(GammaController):
         return (4, 0, 1, 0, 0, 3, 2, 8)[self.turn % 8] if self.turn < 30 else 3 * (self.turn % 2)
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that chooses by its own will needs no costs."""
+    monkeypatch.setattr(loop, "_measure", lambda engines, costs, rows: None)
+    monkeypatch.setattr(loop._LiveBatch, "_capture_choices", lambda self, controller: None)
+
+
 @pytest.fixture(params=[True, False], ids=["wilful", "auto"])
 def chosen_gamma(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
@@ -560,6 +567,7 @@ def test_sampling_has_the_targets_distribution(sampling: Sampling, rows: int, he
     assert _fit(SpeculativeSampling(sampling), rows, head=head) > 1e-3
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("engine_kind", ["auto"], indirect=True)
 @pytest.mark.parametrize("rows", [200, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_ending_a_proposal_early_leaves_the_distribution_alone(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,6 +577,7 @@ def test_ending_a_proposal_early_leaves_the_distribution_alone(rows: int, monkey
     assert _fit(SpeculativeSampling(Sampling(1.0)), rows, length=2, batch=1, gamma="auto") > 1e-3
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("rows", SIZES)
 def test_a_gamma_that_changes_leaves_the_distribution_alone(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "GammaController", _Wilful)

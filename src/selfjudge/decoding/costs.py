@@ -24,7 +24,6 @@ from selfjudge.store import home, read_json, write_json
 SLOPE = 0.1  # guess where nothing was measured, as a share of a pass: one more token of a row, and a draft step
 RECENT = 24  # cycles of one size that are compared with the table
 CONTRADICTION = 1.4  # ratio of two sizes to the table, relative to one another, from which the table does not hold
-MIN_KEPT_SECONDS = 0.02  # models whose cycles are all shorter are measured again rather than kept
 
 
 class CostTable:
@@ -117,9 +116,8 @@ class CostTable:
         self._lists.clear()
 
     def save(self) -> None:
-        """Keep the table for the next process, if measuring it takes time."""
-        longest = max((sum(s) for cells in self.cycles.values() for s in cells.values()), default=0.0)
-        if not self.shape or longest * len(self.cycles) < MIN_KEPT_SECONDS:
+        """Keep the table for the next process."""
+        if not self.shape:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

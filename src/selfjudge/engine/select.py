@@ -32,6 +32,8 @@ from selfjudge.types import ENGINES
 AnyModel: TypeAlias = "PreTrainedModel | EagleHead | LoadedModel"
 """A model of transformers, a head, or either as it was loaded: engines are then kept with it for the next batch."""
 
+MIN_MEASURED = 10_000_000  # parameters of a target whose speeds are worth keeping
+
 
 class PairEngines:
     """The engines of a pair, chosen once: a captured cycle holds both models, so both run on one kind of engine."""
@@ -83,8 +85,9 @@ class PairEngines:
                 yield BatchEngines(target, draft, kept, self.draft.keep(("shape", settings), self.shape))
 
     def shape(self) -> str:
-        """What decides how long a cycle takes, as JSON; empty without a draft."""
-        if self.draft is None:
+        """What decides how long a cycle takes, as JSON; empty without a draft, and for models that are measured in less
+        time than a file takes."""
+        if self.draft is None or self.target.causal_lm.num_parameters() < MIN_MEASURED:
             return ""
         models = {"target": (self.target, self.target.dtype_name), "draft": (self.draft, self.draft_dtype)}
         described = {name: {**_describe_shape(model), "dtype": dtype} for name, (model, dtype) in models.items()}
