@@ -205,6 +205,8 @@ def test_a_rule_that_needs_long_blocks_gets_them() -> None:
         pytest.param("h200-qwen", "qwen", 512, True, marks=pytest.mark.slow),
         ("x86-qwen", "qwen", 1, False),
         ("x86-smollm2", "smollm2", 1, False),
+        ("arm-qwen", "qwen", 1, False),
+        ("arm-smollm2", "smollm2", 1, False),
     ],
 )
 def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: bool) -> None:

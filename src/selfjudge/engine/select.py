@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -101,11 +102,16 @@ class PairEngines:
 
 
 def _describe_shape(model: LoadedModel) -> dict[str, object]:
-    """The number of parameters, and a digest of the shapes of all matrices."""
-    assert model.module is not None
-    shapes = [(name, tuple(p.shape)) for name, p in model.module.named_parameters()]
-    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-    return {"parameters": sum(math.prod(shape) for _, shape in shapes), "shapes": digest}
+    """A digest of the shapes of all matrices, and of a model, unlike a head, the number of parameters."""
+    if isinstance(model.module, EagleHead):  # the CPU engine frees its matrices once it has packed them
+        config = {f.name: getattr(model.module.config, f.name) for f in fields(model.module.config)}
+        return {"shapes": _digest({name: config[name] for name in config if name not in ("target", "metrics")})}
+    shapes = [(name, tuple(p.shape)) for name, p in model.causal_lm.named_parameters()]
+    return {"parameters": sum(math.prod(shape) for _, shape in shapes), "shapes": _digest(shapes)}
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def make_engine(
