@@ -58,7 +58,7 @@ class Machine:
         """Seconds of a token of a batch of answers with the γ that is chosen."""
         controller, random = GammaController(statistics, Exact(), static=static), np.random.default_rng(seed)
         captured = self.captured
-        controller.is_captured = captured.__contains__ if static else lambda gamma: True
+        controller.is_captured = lambda rows, gamma: not static or gamma in captured
         spent, made, behind = 0.0, 0.0, 0
         while made < tokens:
             gamma, drafts = controller.choose(rows, behind), 0
@@ -160,6 +160,25 @@ def test_short_answers_one_after_the_other_pay_for_a_capture_together() -> None:
     machine.captured.clear()  # the engine needed the memory
     machine.decode(statistics, 10, 1, static=True)
     assert 0 not in machine.captured  # one short answer does not pay for plain decoding, too
+
+
+def test_idle_rows_stay_until_a_capture_of_fewer_pays() -> None:
+    machine = Machine()
+    statistics = machine.statistics(32, 64)
+    for drafts in range(MAX_AUTO_GAMMA + 1):
+        statistics.costs.add(32, drafts, (0.0, 0.5 + 0.1 * drafts))  # half a second less than 64 rows
+    statistics.capture_seconds = 3.0
+    controller = GammaController(statistics, Exact(), static=True)
+    controller.is_captured = lambda rows, gamma: rows == 64
+    controller.choose(64)
+    waits = next(cycle for cycle in range(100) if controller.may_shrink(32))
+    assert 3 <= waits <= 7
+    controller.is_captured = lambda rows, gamma: True
+    statistics.lost_by_rows.clear()
+    assert controller.may_shrink(32)
+    eager = GammaController(statistics, Exact())
+    eager.choose(64)
+    assert eager.may_shrink(32)
 
 
 def test_acceptance_counts_rows_that_were_reached() -> None:

@@ -121,6 +121,8 @@ class PairStatistics:
     costs: CostTable = field(default_factory=CostTable)
     capture_seconds: float = 0.05
     """Seconds that the latest graph capture took."""
+    lost_by_rows: dict[int, float] = field(default_factory=dict)
+    """Seconds lost because no cycle of so many rows was captured."""
     calibrations: dict[str, Calibration] = field(default_factory=dict)
     """Calibration of the draft's probabilities under each rule."""
     records: dict[tuple[str, int], DraftRecord] = field(default_factory=dict)
@@ -133,8 +135,8 @@ class GammaController:
     def __init__(self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False) -> None:
         """On `static` engines a cycle cannot stop drafting early."""
         self.statistics, self.static = statistics, static
-        self.is_captured: Callable[[int], bool] = lambda gamma: True
-        """Whether a static engine has captured a cycle of this γ for the current rows."""
+        self.is_captured: Callable[[int, int], bool] = lambda rows, gamma: True
+        """Whether a static engine has captured a cycle of so many rows and this γ."""
         self.min_gamma = min(rule.matches_needed + 1, MAX_GAMMA)
         self.choices = [g for g in STATIC_CHOICES if g >= self.min_gamma] or [self.min_gamma]
         self.max_gamma = max(self.choices) if static else max(MAX_AUTO_GAMMA, self.min_gamma)
@@ -173,6 +175,15 @@ class GammaController:
         self.acceptance.fade(0.25)  # old counts led to plain decoding: let the probe weigh more
         self._tokens, self._seconds = 0.25 * self._tokens, 0.25 * self._seconds
         return self._choose_drafts()
+
+    def may_shrink(self, rows: int) -> bool:
+        """Whether a batch may go on with so many rows instead of more. A static engine that has captured no cycle of
+        them waits until the time lost with idle rows exceeds the cost of a capture."""
+        if not self.static or not self._table or any(self.is_captured(rows, gamma) for gamma in (0, *self.choices)):
+            return True
+        lost, fewer = self.statistics.lost_by_rows, self.statistics.costs.seconds(rows, self.max_gamma)
+        lost[rows] = lost.get(rows, 0.0) + max(0.0, self._table[self.min_gamma] - fewer[self.min_gamma])
+        return lost[rows] > self.statistics.capture_seconds
 
     def candidates(self, rows: int) -> list[int]:
         """Every γ that may soon be the best for so many rows, the likeliest first."""
@@ -277,7 +288,9 @@ class GammaController:
             return self.max_gamma
         speeds = {g: self._speed(g) for g in self.choices}
         best = max(speeds, key=lambda g: speeds[g])
-        current = max((g for g in self.choices if self.is_captured(g)), key=lambda g: speeds[g], default=best)
+        current = max(
+            (g for g in self.choices if self.is_captured(self._rows, g)), key=lambda g: speeds[g], default=best
+        )
         if not may_capture or speeds[best] <= MARGIN * speeds[current]:
             return current
         self._record.lost_seconds += self._table[current] * (1 - speeds[current] / speeds[best])

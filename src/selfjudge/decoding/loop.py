@@ -195,8 +195,8 @@ class _LiveBatch:
         self.random = RandomNumbers(self.rule.sampling is not None, self.gamma, self.engines.target.device)
         self.prefill = Prefill(self.engines, step_tokens=self.gamma + 1)
         if isinstance(self.controller, GammaController) and self.engines.target.static:
-            self.controller.is_captured = lambda gamma: is_captured(
-                self.engines, self.rule, gamma, trace=self.trace, rows=len(self.rows)
+            self.controller.is_captured = lambda rows, gamma: is_captured(
+                self.engines, self.rule, gamma, trace=self.trace, rows=rows
             )
 
     def start(self, requests: Sequence[Request]) -> Step:
@@ -247,8 +247,10 @@ class _LiveBatch:
         return step
 
     def is_too_wide(self, alive: list[int]) -> bool:
-        """Whether the live rows fit in a smaller batch."""
-        return bool(alive) and self.engines.target.bucket(len(alive), len(self.rows)) < len(self.rows)
+        """Whether the live rows fit in a smaller batch, and moving there pays."""
+        if not alive or (rows := self.engines.target.bucket(len(alive), len(self.rows))) >= len(self.rows):
+            return False
+        return not isinstance(self.controller, GammaController) or self.controller.may_shrink(rows)
 
     def shrink(self, alive: list[int]) -> None:
         """Let finished rows leave; a static engine keeps some as idle rows, to fill a size that it captures."""
