@@ -255,6 +255,10 @@ class Step:
     """Whether a non-finite logit or hidden state was met."""
     drafted: int = 0
     """Draft tokens of each row in this step."""
+    cost: float = 0.0
+    """With γ = auto: seconds that the table of costs has for this step, whatever else the machine does; else 0."""
+    plain_cost: float = 0.0
+    """The same of a step without drafts."""
 
 
 PHASES = ("draft", "target", "judge", "rule")
@@ -277,8 +281,7 @@ class Generation:
     drafted: int = 0
     """Draft tokens of all cycles, accepted or not."""
     speed_over_plain: float | None = None
-    """Speed of the cycles over plain decoding, as the answer's own passes without drafts were timed; None where fewer
-    than two had none."""
+    """Speed of the cycles over plain decoding, by what both cost on this machine; None where γ is fixed."""
 
     @property
     def gamma_mean(self) -> float | None:

@@ -12,7 +12,7 @@ import torch
 from conftest import tiny_model
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import Request
-from selfjudge.decoding.costs import CONTRADICTION, RECENT, CostTable, kept_tables
+from selfjudge.decoding.costs import CONTRADICTION, MEASURING, RECENT, CostTable, kept_tables, watch_measuring
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.draft import BatchEngines
@@ -137,9 +137,13 @@ def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
     lent, request = engines(), [Request([5, 6, 7], 12)]
     torch.manual_seed(0)
     plain = [t for step in decode(engines(), request, EXACT, gamma=0) for e in step.emissions for t in e.tokens]
+    said: list[str] = []
     for _ in range(2):
-        auto = [t for step in decode(lent, request, EXACT, gamma="auto") for e in step.emissions for t in e.tokens]
-        assert auto == plain
+        with watch_measuring(said.append):
+            steps = [*decode(lent, request, EXACT, gamma="auto")]
+        assert [t for step in steps for e in step.emissions for t in e.tokens] == plain
+        assert all(step.cost >= step.plain_cost > 0 for step in steps if step.cycle)  # what an answer's gain is told by
+    assert said == [MEASURING]  # once, and by words
     table = lent.kept["gamma"].costs
     assert {0, 1, 2, 3, 4, 6, 10} <= table.cycles[1].keys()
     assert folder.is_dir() is not busy

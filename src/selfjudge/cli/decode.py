@@ -6,8 +6,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -147,7 +147,7 @@ def describe_answer(result: Generation, busy: str = "") -> list[str]:
         if not drafted:
             gain += ": plain decoding" + (", drafts did not pay here" if result.drafted else "")
         elif result.speed_over_plain is not None and not busy:
-            gain += f", about {result.speed_over_plain:.1f} × plain decoding here (by this answer's own passes)"
+            gain += f", about {result.speed_over_plain:.1f} × plain decoding here (by what passes cost)"
         lines.append(gain)
     judged = result.origins.count("judge")
     lines.append(f"{drafted} of {tokens} tokens were drafted, {judged} of them {GLOSSARY['judged']}")
@@ -156,15 +156,15 @@ def describe_answer(result: Generation, busy: str = "") -> list[str]:
 
 def _show(answer: Stream, color: bool, quiet: bool, longest: int, on_cuda: bool) -> None:
     """Print the pieces as they come; when quiet, report only how many there are."""
-    pieces, watch = iter(answer), _watch(on_cuda)
+    pieces = iter(answer)
     if quiet:
-        with Progress(patient=True) as update, watch(update):
+        with Progress(patient=True) as update, _watch(on_cuda, update):
             update("answering", 0.0)
             for count, _ in enumerate(pieces):
                 update("answering", count / longest)
         return
     console = Console(force_terminal=True if color else None, highlight=False, soft_wrap=True)
-    with waiting("reading the prompt …") as progress, watch(progress):
+    with waiting("reading the prompt …") as progress, _watch(on_cuda, progress):
         first = list(islice(pieces, 1 + on_cuda))  # the second comes from a cycle, whose kernels may be compiled first
     for piece in chain(first, pieces):
         if color:
@@ -174,11 +174,14 @@ def _show(answer: Stream, color: bool, quiet: bool, longest: int, on_cuda: bool)
             sys.stdout.flush()
 
 
-def _watch(on_cuda: bool) -> Callable[[Progress], AbstractContextManager[object]]:
-    """What lets the progress line say that kernels are compiled, where there are such."""
+@contextmanager
+def _watch(on_cuda: bool, progress: Progress) -> Iterator[None]:
+    """Let the progress line say that a model is measured, or that kernels are compiled, where there are such."""
+    from selfjudge.decoding.costs import watch_measuring
     from selfjudge.ops.compiled import watch_compiling
 
-    return watch_compiling if on_cuda else nullcontext
+    with watch_measuring(progress), watch_compiling(progress) if on_cuda else nullcontext():
+        yield
 
 
 @config_options(ServerConfig)
@@ -240,7 +243,7 @@ def serve(
     _say_result(setup.recipe)
     with ExitStack() as stack:
         progress = stack.enter_context(waiting("trying out an answer …"))
-        stack.enter_context(_watch(pair.target.device.type == "cuda")(progress))
+        stack.enter_context(_watch(pair.target.device.type == "cuda", progress))
 
         from selfjudge.integrations.server.run import serve as run
         from selfjudge.integrations.server.scheduler import start_scheduler

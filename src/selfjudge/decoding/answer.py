@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median_low
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,8 +34,10 @@ class Answer:
     """Draft tokens of the latest cycle."""
     cycle_seconds: float = 0.0
     """Seconds of all cycles, without the prefill."""
-    plain_passes: list[float] = field(default_factory=list)
-    """Seconds of each cycle without drafts."""
+    cost: float = 0.0
+    """Seconds of all cycles by the table of costs; 0 where γ was fixed."""
+    plain_cost: float = 0.0
+    """The same, had each token taken a cycle of its own."""
     finish: Finish | None = None
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
@@ -56,8 +57,8 @@ class Answer:
             spent = sum(step.seconds.values())
             self.cycles += 1
             self.cycle_seconds += spent
-            if not step.drafted:
-                self.plain_passes.append(spent)
+            self.cost += step.cost
+            self.plain_cost += step.plain_cost * len(emission.tokens)
         judged = {j.index: self._with_text(j) for j in emission.judged}
         if not self.streamed:
             self.tokens += emission.tokens
@@ -110,9 +111,6 @@ class Answer:
     def generation(self) -> Generation:
         if self.finish is None:
             raise SelfJudgeError("the answer is not finished: read the whole stream first")
-        ratio = None
-        if len(self.plain_passes) > 1 and self.cycle_seconds:
-            ratio = (len(self.tokens) - 1) * median_low(self.plain_passes) / self.cycle_seconds
         return Generation(
             tokens=tuple(self.tokens),
             origins=tuple(self.origins),
@@ -123,7 +121,7 @@ class Answer:
             seconds=self.seconds,
             judged_tokens=tuple(self.judged_tokens),
             drafted=self.drafted,
-            speed_over_plain=ratio,
+            speed_over_plain=self.plain_cost / self.cost if self.cost else None,
         )
 
 

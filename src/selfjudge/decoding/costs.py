@@ -10,8 +10,8 @@ import hashlib
 import json
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
@@ -24,6 +24,25 @@ from selfjudge.store import home, read_json, write_json
 SLOPE = 0.1  # guess where nothing was measured, as a share of a pass: one more token of a row, and a draft step
 RECENT = 24  # cycles of one size that are compared with the table
 CONTRADICTION = 1.4  # ratio of two sizes to the table, relative to one another, from which the table does not hold
+
+MEASURING = "measuring what steps cost here, once on this machine …"
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def watch_measuring(say: Callable[[str], None]) -> Iterator[None]:
+    """Say `MEASURING` when a model is measured meanwhile."""
+    _listeners.append(say)
+    try:
+        yield
+    finally:
+        _listeners.remove(say)
+
+
+def say_measuring() -> None:
+    """Tell whoever waits for an answer why it takes longer."""
+    for say in _listeners:
+        say(MEASURING)
 
 
 class CostTable:

@@ -249,6 +249,13 @@ class GammaController:
         record.tokens = LONG_DECAY * record.tokens + tokens
         record.plain_tokens = LONG_DECAY * record.plain_tokens + cost / plain
 
+    def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
+        """Seconds of a plain cycle and of one of so many drafts; zeros before anything was measured."""
+        if not self.statistics.costs.cycles:
+            return 0.0, 0.0
+        seconds = self.statistics.costs.seconds(rows, self.max_gamma)
+        return seconds[0], seconds[min(drafts, self.max_gamma)]
+
     def _select_record(self, rows: int) -> None:
         """Take the record that belongs to this number of rows."""
         if rows == self._rows:

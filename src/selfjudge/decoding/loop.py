@@ -20,7 +20,7 @@ from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
 from selfjudge.decoding.capture import capture_cycles, time_cycle
-from selfjudge.decoding.costs import CostTable
+from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import Cycle, Packed, PhaseTimer, find_cycle, is_captured
 from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, PairStatistics
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
@@ -116,6 +116,7 @@ class _Schedule:
 def _measure(engines: BatchEngines, costs: CostTable, rows: int) -> None:
     """Time cycles of made-up prompts beside the batch, and keep the table unless the machine is busy."""
     costs.begin(rows)
+    say_measuring()
     schedule, watch = _Schedule(costs, rows), LoadWatch()
     token = engines.target.vocab_size // 2
     length = min(engines.window - 2, 8 + 2 * len(schedule.left) * (MAX_AUTO_GAMMA + 1))
@@ -311,4 +312,7 @@ class _LiveBatch:
         non_finite = bool(outcome.non_finite[live].any())
         if self.controller is not None and started.number:
             self.controller.observe(outcome.accepted, live, drafted, seconds, behind=started.behind)
-        return Step(started.number, rows.emit(outcome, self.eos_ids), seconds, non_finite, drafted)
+        cost = plain = 0.0
+        if isinstance(self.controller, GammaController) and started.number:
+            plain, cost = self.controller.costs_of(len(rows), drafted)
+        return Step(started.number, rows.emit(outcome, self.eos_ids), seconds, non_finite, drafted, cost, plain)
