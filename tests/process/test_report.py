@@ -243,7 +243,9 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
 def test_few_prompts_are_said_to_be_few(small: Path) -> None:
     """With six prompts an interval of [0, 0] is no finding."""
     found = make_verdict(read_results([small]).runs)
-    assert found.warning.startswith("Only 6 prompts: up to 39 points may be lost even where no answer changed.")
+    assert found.warning.startswith(
+        "Only 6 prompts are scored: up to 39 points may be lost even where no answer changed."
+    )
     runs = [
         r if r.name == "exact" else replace(r, delta_score=0.0, delta_ci=(0.0, 0.0)) for r in read_results([small]).runs
     ]

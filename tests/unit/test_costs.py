@@ -62,6 +62,14 @@ def test_a_time_that_is_longer_than_one_with_more_drafts_does_not_count() -> Non
     assert table.seconds(1, 4)[1] == pytest.approx(table.seconds(1, 4)[4])
 
 
+def test_times_of_a_busy_machine_are_smoothed() -> None:
+    table = CostTable()
+    for drafts, slow in ((0, 1.0), (1, 1.0), (2, 5.0), (3, 1.0), (4, 1.0), (6, 3.0), (10, 1.0)):
+        table.add(1, drafts, (0.1 * drafts, slow * (1 + 0.2 * drafts)))
+    table.smooth(1)
+    assert table.seconds(1, 10) == pytest.approx([1 + 0.3 * drafts for drafts in range(11)], rel=0.1)
+
+
 def test_a_table_is_kept_and_belongs_to_one_shape(folder: Path) -> None:
     measured().save()
     again, other = CostTable(SHAPE), CostTable(SHAPE.replace("cpu", "cuda"))

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -193,20 +194,21 @@ def test_the_small_demo_leaves_the_large_model_out(run_demo: Run, with_gain: Non
     assert out.splitlines()[-1].startswith('Next: selfjudge generate "your question" --pair ')
 
 
-def test_an_interrupt_during_the_gain_keeps_its_turns(
-    run_demo: Run, with_gain: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("answers", [2, 4], ids=["two answers", "half of the second turn"])
+def test_an_interrupt_during_the_gain_keeps_its_answers(
+    answers: int, run_demo: Run, with_gain: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     measure = Gain.measure
 
-    def interrupted(self: Gain) -> Iterator[dict[str, float]]:
-        yield next(measure(self))
+    def interrupted(self: Gain) -> Iterator[tuple[int, str, float]]:
+        yield from islice(measure(self), answers)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Gain, "measure", interrupted)
     code, out, err = run_demo()
     assert code == 130
     assert "interrupted" in err
-    assert "turn 1: " in out
+    assert re.search(r"^turn 1: exact .* × as fast as plain$", out, re.M)
     assert "Gained: exact wrote" in out
     assert "What speculation gains" in (tmp_path / "demo.html").read_text()
 

@@ -44,8 +44,8 @@ class Gain:
             "busy": "",
         }
 
-    def measure(self) -> Iterator[dict[str, float]]:
-        """Answer by turns; after each the seconds by rule."""
+    def measure(self) -> Iterator[tuple[int, str, float]]:
+        """Answer by turns; after each answer its turn, its rule and its seconds."""
         for number, (rule, gamma) in enumerate(self.rules.values()):  # the first passes read the file, or compile
             self.notify("warming up", number / len(self.rules))
             generate(self.pair, QUESTION, rule, gamma=gamma, max_new_tokens=8)
@@ -57,14 +57,16 @@ class Gain:
                 answer = generate(self.pair, QUESTION, rule, gamma=gamma, max_new_tokens=MOST_TOKENS)
                 self.seconds[name].append(time.perf_counter() - begun)
                 self.answers.setdefault(name, answer)
-            self.result["rows"] = [self._row(name) for name in self.answers]
-            self.result["busy"] = load.describe(self.seconds.values())
-            yield {name: seconds[-1] for name, seconds in self.seconds.items()}
+                if len(self.answers) > 1:  # plain alone shows no gain
+                    turns = min(len(self.seconds[known]) for known in self.answers)  # of a turn half done, nothing
+                    self.result["rows"] = [self._row(known, turns) for known in self.answers]
+                    self.result["busy"] = load.describe(self.seconds.values())
+                yield turn + 1, name, self.seconds[name][-1]
 
-    def _row(self, name: str) -> dict[str, Any]:
-        """The figures of a rule: medians of the turns, the answer of the first."""
+    def _row(self, name: str, turns: int) -> dict[str, Any]:
+        """The figures of a rule: medians of so many turns, the answer of the first."""
         answer, plain = self.answers[name], self.answers["plain"]
-        speed = {n: len(a.tokens) / median(self.seconds[n]) for n, a in self.answers.items()}
+        speed = {n: len(a.tokens) / median(self.seconds[n][:turns]) for n, a in self.answers.items()}
         decode = self.pair.tokenizer.decode
         judged = {j.index: [j.target_text, j.target_probability, j.score] for j in answer.judged_tokens}
         tokens = [
@@ -76,7 +78,7 @@ class Gain:
             "gamma_mean": answer.gamma_mean,
             "mean_accepted_length": answer.mean_accepted_length,
             "passes": answer.cycles + 1,
-            "seconds": self.seconds[name],
+            "seconds": self.seconds[name][:turns],
             "tokens_per_second": speed[name],
             "speed_over_plain": speed[name] / speed["plain"],
             "judged": len(judged),

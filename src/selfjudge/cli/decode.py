@@ -146,7 +146,7 @@ def describe_answer(result: Generation, busy: str = "") -> list[str]:
         gain = f"{m:.2f} {GLOSSARY['m']} (m), {result.gamma_mean:.1f} {GLOSSARY['γ']} (γ)"
         if not drafted:
             gain += ": plain decoding" + (", drafts did not pay here" if result.drafted else "")
-        elif result.speed_over_plain is not None and not busy:
+        elif result.speed_over_plain is not None:
             gain += f", about {result.speed_over_plain:.1f} × plain decoding here (by what passes cost)"
         lines.append(gain)
     judged = result.origins.count("judge")

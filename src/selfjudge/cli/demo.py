@@ -89,9 +89,10 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
         result["gain"] = gain.result
         say(f"\nWhat speculation gains: {pair.name}, {pair.dtype}, one question by turns\n")
         say(f"> {gain.result['prompt']}\n")
-        for turn, seconds in enumerate(gain.measure(), 1):
+        for turn, name, spent in gain.measure():
             progress.hide()
-            say(f"turn {turn}: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items()))
+            plain = 0.0 if name == "plain" else gain.seconds["plain"][-1]
+            say(f"turn {turn}: {name} {spent:.1f} s" + (f", {plain / spent:.1f} × as fast as plain" if plain else ""))
     if say is not nothing:
         _print_gain(gain.result)
 

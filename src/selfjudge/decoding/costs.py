@@ -76,6 +76,21 @@ class CostTable:
         self.cycles.setdefault(rows, {})[drafts] = seconds
         self._lists.clear()
 
+    def smooth(self, rows: int) -> None:
+        """Replace times that were measured beside other programs by straight lines through them: by the median slope,
+        so that single slow ones do not count."""
+        cells = self.cycles[rows]
+        if len(cells) < 3:
+            return
+        lines = []
+        for part in (0, 1):
+            points = [(drafts, cells[drafts][part]) for drafts in sorted(cells)]
+            slopes = [(y1 - y0) / (x1 - x0) for i, (x0, y0) in enumerate(points) for x1, y1 in points[i + 1 :]]
+            slope = max(0.0, median(slopes))
+            lines.append((max(1e-9, median(y - slope * x for x, y in points)) if part else 0.0, slope))
+        for drafts in cells:
+            self.add(rows, drafts, (lines[0][0] + lines[0][1] * drafts, lines[1][0] + lines[1][1] * drafts))
+
     def seconds(self, rows: int, most: int) -> list[float]:
         """Seconds of cycles of 0 … `most` drafts, rising: where one took longer than another with more drafts, the
         machine was busy, and the shorter time counts."""

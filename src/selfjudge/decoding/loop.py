@@ -125,7 +125,9 @@ def _measure(engines: BatchEngines, costs: CostTable, rows: int) -> None:
     batch.start(requests)
     while schedule.left and len(batch.rows.alive) == rows:
         batch.finish(batch.run(1), batch.rows)
-    if not watch.describe():
+    if watch.describe():
+        costs.smooth(rows)
+    else:
         costs.save()
 
 

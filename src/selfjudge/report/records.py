@@ -41,6 +41,8 @@ class EvalRun:
     gamma: int
     n: int
     score: float
+    n_scored: int | None = None
+    """Examples that have an answer to be scored against; None in results that do not say."""
     pair: str = "–"
     judge: str = ""
     judge_id: str = ""

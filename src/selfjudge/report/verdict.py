@@ -56,7 +56,8 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     score = sum(run.score for run in exact) / len(exact)
     n = sum(run.n for run in exact)
     sentences = _sentences(rows[1:], f"{where}; {whole(n)} prompts", score)
-    return VerdictSection(sentences, _chart(rows), _table(rows, where), _warn_of_few(n))
+    scored = sum(run.n if run.n_scored is None else run.n_scored for run in exact)
+    return VerdictSection(sentences, _chart(rows), _table(rows, where), _warn_of_few(scored))
 
 
 def _covered_tasks(runs: Sequence[EvalRun]) -> list[str]:
@@ -91,7 +92,7 @@ def _change(row: Row) -> str:
 def _warn_of_few(n: int) -> str:
     """The largest share that may be lost in truth although none of n prompts shows it, with 95 % confidence."""
     unseen = whole(100 * (1 - 0.05 ** (1 / max(n, 1))))
-    few = f"Only {whole(n)} prompts: up to {unseen} points may be lost even where no answer changed."
+    few = f"Only {whole(n)} prompts are scored: up to {unseen} points may be lost even where no answer changed."
     return f"{few} Take {FEW_PROMPTS} or more." if n < FEW_PROMPTS else ""
 
 

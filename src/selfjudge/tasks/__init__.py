@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selfjudge.errors import unknown
+from selfjudge.errors import SelfJudgeError, unknown
 from selfjudge.tasks.base import FILE as FILE, Prompt as Prompt, Row as Row, Task as Task
 from selfjudge.tasks.benchmarks import Arithmetic, CnnDailymail, Dolly, File, Gsm8k, Math500, Mmlu
 from selfjudge.tasks.code import LiveCodeBench, Mbpp
@@ -24,6 +24,8 @@ def load_task(name: str, data: Path | None = None, *, allow_unsafe: bool = False
     if name.startswith(FILE):
         return File(Path(name.removeprefix(FILE)).expanduser(), allow_unsafe=allow_unsafe)
     benchmark = BENCHMARKS.get(name.partition("/")[0])
+    if benchmark is None and Path(name).is_file():
+        raise SelfJudgeError(f"{name!r} is a file: name it as {FILE}{name}")
     if benchmark is None:
         raise unknown("task", name, (*NAMES, f"{FILE}PATH"))
     return benchmark(data, allow_unsafe=allow_unsafe)
