@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,13 +13,22 @@ import torch
 from conftest import tiny_model
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import Request
-from selfjudge.decoding.costs import CONTRADICTION, MEASURING, RECENT, CostTable, kept_tables, watch_measuring
+from selfjudge.decoding.costs import (
+    CONTRADICTION,
+    MEASURING,
+    RECENT,
+    CostTable,
+    kept_costs,
+    kept_tables,
+    watch_measuring,
+)
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.errors import SelfJudgeError
 
-SHAPE = json.dumps({"target": "t", "draft": "d", "device": "cpu"})
+SHAPE = json.dumps({"target": {"parameters": 5, "dtype": "q4"}, "draft": "d", "device": "cpu"})
 
 
 @pytest.fixture
@@ -33,6 +43,11 @@ def measured(shape: str = SHAPE) -> CostTable:
         for drafts in (0, 1, 4):
             table.add(rows, drafts, (0.1 * factor * drafts, factor * (1 + 0.2 * drafts)))
     return table
+
+
+def keep(table: CostTable) -> None:
+    for rows in table.cycles:
+        table.save(rows)
 
 
 def test_what_lies_between_measured_points_is_interpolated() -> None:
@@ -67,18 +82,20 @@ def test_times_of_a_busy_machine_are_smoothed() -> None:
     for drafts, slow in ((0, 1.0), (1, 1.0), (2, 5.0), (3, 1.0), (4, 1.0), (6, 3.0), (10, 1.0)):
         table.add(1, drafts, (0.1 * drafts, slow * (1 + 0.2 * drafts)))
     table.smooth(1)
+    assert table.rough
+    assert table.cycles[1][0] == (0.0, 1.0)  # plain cycles stay
     assert table.seconds(1, 10) == pytest.approx([1 + 0.3 * drafts for drafts in range(11)], rel=0.1)
 
 
 def test_a_table_is_kept_and_belongs_to_one_shape(folder: Path) -> None:
-    measured().save()
+    keep(measured())
     again, other = CostTable(SHAPE), CostTable(SHAPE.replace("cpu", "cuda"))
     again.load()
     other.load()
     assert again.cycles == measured().cycles
     assert not other.cycles
     assert [entry["shape"]["device"] for entry in kept_tables()] == ["cpu"]
-    measured("").save()  # of unknown models
+    keep(measured(""))  # of unknown models
     assert len([*folder.iterdir()]) == 1
 
 
@@ -97,14 +114,14 @@ def test_a_table_is_kept_and_belongs_to_one_shape(folder: Path) -> None:
     ],
 )
 def test_a_damaged_file_counts_as_none(damage, folder: Path) -> None:  # type: ignore[no-untyped-def]
-    measured().save()
+    keep(measured())
     (path,) = folder.iterdir()
     path.write_text(damage(json.loads(path.read_text("utf-8"))), "utf-8")
     table = CostTable(SHAPE)
     table.load()
     assert not table.cycles
     assert not kept_tables()
-    measured().save()
+    keep(measured())
     table.load()
     assert table.cycles
 
@@ -114,7 +131,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(folder: Path) -> None:
     folder.parent.mkdir()
     folder.write_text("a file", "utf-8")
     with pytest.warns(UserWarning, match=r"speeds are measured again next time: .* cannot be written"):
-        measured().save()
+        measured().save(1)
 
 
 def test_a_busy_machine_does_not_contradict_the_table_and_another_machine_does() -> None:
@@ -142,6 +159,7 @@ def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
     busy: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop.LoadWatch, "describe", lambda self: "this machine is busy" if busy else "")
+    monkeypatch.setattr(loop, "MEASURE_SECONDS", math.inf)
     lent, request = engines(), [Request([5, 6, 7], 12)]
     torch.manual_seed(0)
     plain = [t for step in decode(engines(), request, EXACT, gamma=0) for e in step.emissions for t in e.tokens]
@@ -150,7 +168,8 @@ def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
         with watch_measuring(said.append):
             steps = [*decode(lent, request, EXACT, gamma="auto")]
         assert [t for step in steps for e in step.emissions for t in e.tokens] == plain
-        assert all(step.cost >= step.plain_cost > 0 for step in steps if step.cycle)  # what an answer's gain is told by
+        for step in steps[1:]:  # what an answer's gain is told by, where it is reliable
+            assert not step.cost if busy else step.cost >= step.plain_cost > 0
     assert said == [MEASURING]  # once, and by words
     table = lent.kept["gamma"].costs
     assert {0, 1, 2, 3, 4, 6, 10} <= table.cycles[1].keys()
@@ -158,3 +177,58 @@ def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
     if not busy:
         monkeypatch.setattr(loop, "_measure", None)  # not called: the next process reads the file
         assert [*decode(engines(), request, EXACT, gamma="auto")]
+
+
+def test_rows_of_a_busy_machine_are_not_kept_with_others(folder: Path) -> None:
+    table = measured()
+    table.save(8)  # one row was measured beside other programs
+    assert kept_costs(SHAPE).keys() == {8}
+    other = CostTable(SHAPE)  # another process
+    for drafts in (0, 1, 2):
+        other.add(64, drafts, (0.1 * drafts, 3.0))
+    other.save(64)
+    assert kept_costs(SHAPE).keys() == {8, 64}
+
+
+def test_a_measurement_that_is_broken_off_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lent, run = engines(), loop._LiveBatch.run
+
+    def fail(self: loop._LiveBatch, number: int) -> object:
+        if len(lent.kept["gamma"].costs.cycles.get(1, ())) == 2:
+            raise KeyboardInterrupt
+        return run(self, number)
+
+    monkeypatch.setattr(loop._LiveBatch, "run", fail)
+    with pytest.raises(KeyboardInterrupt):
+        loop.measure_costs(lent, 1)
+    assert not lent.kept["gamma"].costs.covers(1)
+
+
+def test_a_window_too_short_to_measure_decodes_all_the_same() -> None:
+    target, draft = (tiny_model(seed=seed, max_position_embeddings=8) for seed in (1, 2))
+    lent = BatchEngines(make_engine(target, kind="reference"), make_draft(draft, target, kind="reference"))
+    for _ in range(2):
+        assert [*decode(lent, [Request([5, 6], 4)], EXACT, gamma="auto")]
+    assert not lent.kept["gamma"].costs.cycles
+
+
+def test_nothing_is_measured_for_requests_that_are_refused() -> None:
+    lent = engines()
+    with pytest.raises(SelfJudgeError, match="no prompt"):
+        next(decode(lent, [], EXACT, gamma="auto"))
+    assert not lent.kept["gamma"].costs.cycles
+
+
+def test_a_table_that_is_contradicted_twice_stays() -> None:
+    """Long contexts cost plain cycles a larger share than others: measuring again would not help."""
+    table = measured()
+    for _ in range(2):
+        for _ in range(RECENT):
+            for drafts in (0, 4):
+                table.watch(1, drafts, table.seconds(1, 4)[drafts] * (1.0 if drafts else 2 * CONTRADICTION))
+        if table.stale:
+            fresh = measured().cycles
+            table.begin(1)
+            table.cycles |= fresh
+    assert not table.stale
+    assert table.covers(1)

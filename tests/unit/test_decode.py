@@ -257,7 +257,7 @@ class _Wilful(GammaController):
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that chooses by its own will needs no costs."""
-    monkeypatch.setattr(loop, "_measure", lambda engines, costs, rows: None)
+    monkeypatch.setattr(loop, "measure_costs", lambda engines, rows: None)
     monkeypatch.setattr(loop._LiveBatch, "_capture_choices", lambda self, controller: None)
 
 

@@ -80,7 +80,7 @@ def answer(**more: object) -> Generation:
 def test_an_answer_ends_with_words() -> None:
     assert describe_answer(answer()) == [
         "5 tokens in 2.0 s, 2.5 tokens/s",
-        "2.00 tokens per pass (m), 3.0 drafted per step (γ), about 1.8 × plain decoding here (by what passes cost)",
+        "2.00 tokens per pass (m), 3.0 drafted per step (γ), about 1.8 × plain decoding here (estimated from measured step times)",
         "3 of 5 tokens were drafted, 1 of them accepted against the target's choice",
     ]
     assert "plain" not in " ".join(describe_answer(answer(speed_over_plain=None)))  # nobody has measured it

@@ -147,7 +147,7 @@ def describe_answer(result: Generation, busy: str = "") -> list[str]:
         if not drafted:
             gain += ": plain decoding" + (", drafts did not pay here" if result.drafted else "")
         elif result.speed_over_plain is not None:
-            gain += f", about {result.speed_over_plain:.1f} × plain decoding here (by what passes cost)"
+            gain += f", about {result.speed_over_plain:.1f} × plain decoding here (estimated from measured step times)"
         lines.append(gain)
     judged = result.origins.count("judge")
     lines.append(f"{drafted} of {tokens} tokens were drafted, {judged} of them {GLOSSARY['judged']}")

@@ -172,4 +172,4 @@ def _cache() -> Iterator[Check]:
         target, cells = table["shape"]["target"], table["cycles"][min(table["cycles"])]
         times = ", ".join(f"γ {drafts} {1e3 * sum(cells[drafts]):.3g} ms" for drafts in sorted(cells))
         model = f"{target['parameters'] / 1e6:,.0f} M parameters in {target['dtype']}"
-        yield Check("speeds", True, f"{model}, {table['shape']['device']}, {min(table['cycles'])} row: {times}")
+        yield Check("speeds", True, f"{model}, {table['shape']['device']}, rows {min(table['cycles'])}: {times}")

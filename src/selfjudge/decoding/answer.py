@@ -32,12 +32,10 @@ class Answer:
     """Draft tokens of all cycles."""
     gamma: int = 0
     """Draft tokens of the latest cycle."""
-    cycle_seconds: float = 0.0
-    """Seconds of all cycles, without the prefill."""
     cost: float = 0.0
     """Seconds of all cycles by the table of costs; 0 where γ was fixed."""
     plain_cost: float = 0.0
-    """The same, had each token taken a cycle of its own."""
+    """Seconds of as many plain cycles as the answer has tokens after the first, by the same table."""
     finish: Finish | None = None
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
@@ -54,9 +52,7 @@ class Answer:
         for phase, spent in step.seconds.items():
             self.seconds[phase] += spent
         if step.cycle > 0:
-            spent = sum(step.seconds.values())
             self.cycles += 1
-            self.cycle_seconds += spent
             self.cost += step.cost
             self.plain_cost += step.plain_cost * len(emission.tokens)
         judged = {j.index: self._with_text(j) for j in emission.judged}

@@ -41,7 +41,7 @@ def watch_measuring(say: Callable[[str], None]) -> Iterator[None]:
 
 def say_measuring() -> None:
     """Tell whoever waits for an answer why it takes longer."""
-    for say in _listeners:
+    for say in tuple(_listeners):
         say(MEASURING)
 
 
@@ -54,21 +54,35 @@ class CostTable:
         self.cycles: dict[int, dict[int, tuple[float, float]]] = {}
         """Rows → drafts → seconds of drafting, seconds of the rest."""
         self.stale = False
-        """Whether cycles of answers contradict the table: it is measured again before the next batch."""
+        """Whether cycles of answers contradict the table: it is measured again before the next batch, once."""
+        self.rough = False
+        """Whether some of it was measured beside other programs: good enough to choose by, not to be shown."""
+        self.unmeasurable = False
+        """Whether the context window is too short for a measurement."""
+        self._renewed = False
+        self._kept: set[int] = set()  # rows that are in the file, or may be written to it
         self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._lists: dict[tuple[int, int], list[float]] = {}
 
     def covers(self, rows: int) -> bool:
         """Whether about as many rows were measured, and the figures hold."""
+        if self.unmeasurable:
+            return True
         return not self.stale and any(max(rows, known) <= 2 * min(rows, known) for known in self.cycles)
 
     def begin(self, rows: int) -> None:
         """Begin to measure so many rows; a table that does not hold begins anew."""
         if self.stale:
             self.cycles.clear()
-            self._ratios.clear()
+            self._kept.clear()
+            self._renewed = True
         self.stale = False
+        self.drop(rows)
+
+    def drop(self, rows: int) -> None:
+        """Forget so many rows."""
         self.cycles.pop(rows, None)
+        self._kept.discard(rows)
         self._lists.clear()
 
     def add(self, rows: int, drafts: int, seconds: tuple[float, float]) -> None:
@@ -77,19 +91,18 @@ class CostTable:
         self._lists.clear()
 
     def smooth(self, rows: int) -> None:
-        """Replace times that were measured beside other programs by straight lines through them: by the median slope,
-        so that single slow ones do not count."""
-        cells = self.cycles[rows]
-        if len(cells) < 3:
-            return
-        lines = []
+        """Replace times that were measured beside other programs by straight lines over the drafts: by the median
+        slope, so that single slow ones do not count. Plain cycles, which take another kernel, stay as they are."""
+        cells = {drafts: seconds for drafts, seconds in self.cycles[rows].items() if drafts}
+        self.rough = True
         for part in (0, 1):
-            points = [(drafts, cells[drafts][part]) for drafts in sorted(cells)]
+            points = [(drafts, seconds[part]) for drafts, seconds in cells.items()]
             slopes = [(y1 - y0) / (x1 - x0) for i, (x0, y0) in enumerate(points) for x1, y1 in points[i + 1 :]]
-            slope = max(0.0, median(slopes))
-            lines.append((max(1e-9, median(y - slope * x for x, y in points)) if part else 0.0, slope))
-        for drafts in cells:
-            self.add(rows, drafts, (lines[0][0] + lines[0][1] * drafts, lines[1][0] + lines[1][1] * drafts))
+            slope = max(0.0, median(slopes)) if slopes else 0.0
+            start = max(0.0, median(y - slope * x for x, y in points))
+            for drafts in cells:
+                old = self.cycles[rows][drafts]
+                self.add(rows, drafts, (old[0], start + slope * drafts) if part else (start + slope * drafts, old[1]))
 
     def seconds(self, rows: int, most: int) -> list[float]:
         """Seconds of cycles of 0 … `most` drafts, rising: where one took longer than another with more drafts, the
@@ -123,8 +136,8 @@ class CostTable:
 
     def watch(self, rows: int, drafts: int, seconds: float) -> None:
         """Compare a cycle of an answer with the table. A busy machine is slower by one factor; a table that does not
-        hold is wrong by several."""
-        if drafts not in self.cycles.get(rows, {}):
+        hold is wrong by several. After a second measurement it is the answers that differ: their contexts are long."""
+        if self._renewed or drafts not in self.cycles.get(rows, {}):
             return
         ratios = self._ratios[rows, drafts]
         ratios.append(seconds / sum(self.cycles[rows][drafts]))
@@ -146,16 +159,20 @@ class CostTable:
             }
         except (SelfJudgeError, KeyError, TypeError, ValueError, AttributeError):
             return  # there is none, or it is damaged: it is measured
-        self.cycles = {rows: cells for rows, cells in read.items() if 0 in cells}
+        self.cycles = {rows: cells for rows, cells in read.items() if 0 in cells and len(cells) > 2}
+        self._kept = set(self.cycles)
         self._lists.clear()
 
-    def save(self) -> None:
-        """Keep the table for the next process."""
+    def save(self, rows: int) -> None:
+        """Keep what was measured of so many rows for the next process, beside what others have kept."""
         if not self.shape:
             return
+        self._kept.add(rows)
+        known = {} if self._renewed else kept_costs(self.shape)
+        known |= {kept: self.cycles[kept] for kept in self._kept}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._path, {"shape": self.shape, "cycles": self.cycles})
+            write_json(self._path, {"shape": self.shape, "cycles": known})
         except (OSError, SelfJudgeError) as error:
             warnings.warn(
                 f"speeds are measured again next time: {self._path} cannot be written ({error})", stacklevel=2
@@ -177,9 +194,11 @@ def kept_tables() -> list[dict[str, Any]]:
     """All tables in the cache folder; damaged files are left out."""
     tables = []
     for path in sorted((home() / "costs").glob("*.json")):
-        with suppress(SelfJudgeError, KeyError, ValueError):
+        with suppress(SelfJudgeError, KeyError, ValueError, TypeError):
             shape = str(read_json(path)["shape"])
-            tables.append({"shape": json.loads(shape), "cycles": kept_costs(shape)})
+            described = json.loads(shape)
+            int(described["target"]["parameters"])  # as `PairEngines.shape` writes it
+            tables.append({"shape": described, "cycles": kept_costs(shape)})
     return [table for table in tables if table["cycles"]]
 
 
@@ -198,7 +217,7 @@ def _between(points: Mapping[int, tuple[float, float]], x: int) -> tuple[float, 
 
 def _whole(text: str) -> int:
     if not text.isdecimal() or len(text) > 6:
-        raise ValueError(f"{text!r} is no number of rows or drafts")
+        raise ValueError(f"{text!r} is not a number of rows or drafts")
     return int(text)
 
 

@@ -226,7 +226,7 @@ class GammaController:
     ) -> None:
         """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`. Its `seconds` by
         phase show whether the table holds, unless the draft model had to catch up (`behind`)."""
-        if not behind:
+        if not (behind and drafts):
             self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
         if not alive.any():
             return
@@ -250,8 +250,8 @@ class GammaController:
         record.plain_tokens = LONG_DECAY * record.plain_tokens + cost / plain
 
     def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
-        """Seconds of a plain cycle and of one of so many drafts; zeros before anything was measured."""
-        if not self.statistics.costs.cycles:
+        """Seconds of a plain cycle and of one of so many drafts; zeros where nothing reliable was measured."""
+        if not self.statistics.costs.cycles or self.statistics.costs.rough:
             return 0.0, 0.0
         seconds = self.statistics.costs.seconds(rows, self.max_gamma)
         return seconds[0], seconds[min(drafts, self.max_gamma)]

@@ -27,10 +27,11 @@ from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BatchEngines
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.load import SHORTEST, LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step, default_gamma
 
 MEASURE_SECONDS = 4.0  # after so many seconds a model is not measured a second time
+MOST_ROUNDS = 6  # of cycles that are timed
 
 
 def decode(
@@ -64,9 +65,11 @@ def decode(
     gamma = default_gamma(engines.target.device.type) if gamma is None else gamma
     controller = None
     if gamma == "auto":
-        controller = _make_controller(engines, rule, len(requests))
+        controller = GammaController(_find_statistics(engines), rule, static=engines.target.static)
         gamma = controller.max_gamma
     requests = check_requests(engines, requests, rule, gamma)
+    if controller is not None:
+        measure_costs(engines, len(requests))
     if not gamma:
         engines = replace(engines, draft=None)
     batch = _LiveBatch(engines, rule, gamma, eos_ids, trace, controller)
@@ -77,15 +80,22 @@ def decode(
     yield from _steps(batch, queue or AdmissionQueue(0, 0), set() if cancelled is None else cancelled)
 
 
-def _make_controller(engines: BatchEngines, rule: AcceptanceRule, rows: int) -> GammaController:
-    """The controller of a batch, with the costs of this machine; an engine that runs from Python is measured here, a
-    static one once the batch has begun, on cycles that it captures anyway."""
+def measure_costs(engines: BatchEngines, rows: int) -> None:
+    """Measure what cycles of so many rows cost on this machine, unless it is known.
+
+    Only engines that run from Python: a static one is measured once a batch has begun, on cycles that it captures.
+    """
+    costs = _find_statistics(engines).costs
+    if not engines.target.static and engines.draft is not None and not costs.covers(rows):
+        _measure(engines, costs, rows)
+
+
+def _find_statistics(engines: BatchEngines) -> PairStatistics:
+    """What earlier batches of these engines, or an earlier process, have measured."""
     if (statistics := engines.kept.get("gamma")) is None:
         statistics = engines.kept["gamma"] = PairStatistics(CostTable(engines.shape))
         statistics.costs.load()
-    if not engines.target.static and engines.draft is not None and not statistics.costs.covers(rows):
-        _measure(engines, statistics.costs, rows)
-    return GammaController(statistics, rule, static=engines.target.static)
+    return statistics
 
 
 class _Schedule:
@@ -94,41 +104,58 @@ class _Schedule:
     def __init__(self, costs: CostTable, rows: int) -> None:
         self.costs, self.max_gamma = costs, MAX_AUTO_GAMMA
         grid = (1, 2, 3, 4, 6, MAX_AUTO_GAMMA) if rows == 1 else (1, 2, 4)
-        self.left = deque([0, 1, *grid, 0, 0, 1, *grid])  # after plain cycles the draft catches up: the first 1 is void
-        self.deadline = time.perf_counter() + MEASURE_SECONDS
+        self.round = (0, 0, 1, *grid)  # after plain cycles the draft catches up: the first 1 is void
+        self.left: deque[int] = deque()
+        self.rounds, self.begun = 0, time.perf_counter()
 
     def choose(self, rows: int, behind: int = 0) -> int:
-        return self.left.popleft() if self.left else 0
+        return self.left.popleft()
 
     def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
+        q()  # as it costs in every cycle
         return True
 
     def observe(self, accepted: Any, alive: Any, drafts: int, seconds: Mapping[str, float], *, behind: bool) -> None:
-        rows, late = len(accepted), time.perf_counter() > self.deadline
-        if not (behind and drafts):
-            spent = seconds["draft"], sum(seconds.values()) - seconds["draft"]
-            before = self.costs.cycles.get(rows, {}).get(drafts, spent)
-            self.costs.add(rows, drafts, (min(spent[0], before[0]), min(spent[1], before[1])))
-        if late and {0, 1, 4} <= self.costs.cycles.get(rows, {}).keys():
-            self.left.clear()
+        if behind and drafts:
+            return
+        rows, spent = len(accepted), (seconds["draft"], sum(seconds.values()) - seconds["draft"])
+        before = self.costs.cycles.get(rows, {}).get(drafts, spent)
+        self.costs.add(rows, drafts, (min(spent[0], before[0]), min(spent[1], before[1])))
+
+    def goes_on(self) -> bool:
+        """Whether there is another cycle: two rounds, one of a slow model, more until a busy machine can be told."""
+        spent = time.perf_counter() - self.begun
+        rounds = 1 if spent > MEASURE_SECONDS else MOST_ROUNDS if spent < SHORTEST else 2
+        if not self.left and self.rounds < rounds:
+            self.rounds += 1
+            self.left.extend(self.round)
+        return bool(self.left)
 
 
 def _measure(engines: BatchEngines, costs: CostTable, rows: int) -> None:
-    """Time cycles of made-up prompts beside the batch, and keep the table unless the machine is busy."""
-    costs.begin(rows)
+    """Time cycles of a made-up prompt in caches of their own, and keep the table unless the machine is busy."""
     say_measuring()
+    costs.begin(rows)
     schedule, watch = _Schedule(costs, rows), LoadWatch()
-    token = engines.target.vocab_size // 2
-    length = min(engines.window - 2, 8 + 2 * len(schedule.left) * (MAX_AUTO_GAMMA + 1))
-    requests = [Request([token] * min(8, max(1, length // 2)), max(1, length - 8))] * rows
+    most = MOST_ROUNDS * (sum(schedule.round) + len(schedule.round))
+    length = min(engines.window - 2, 8 + most)
+    prompt = [engines.target.vocab_size // 2] * min(8, max(1, length // 2))
+    requests = [Request(prompt, max(1, length - len(prompt)))] * rows
     batch = _LiveBatch(engines.aside(), EXACT, schedule.max_gamma, (), False, schedule)
-    batch.start(requests)
-    while schedule.left and len(batch.rows.alive) == rows:
-        batch.finish(batch.run(1), batch.rows)
-    if watch.describe():
+    try:
+        batch.start(requests)
+        while len(batch.rows.alive) == rows and schedule.goes_on():
+            batch.finish(batch.run(1), batch.rows)
+    except BaseException:
+        costs.drop(rows)
+        raise
+    if len(costs.cycles.get(rows, ())) < 3:  # the context window is too short
+        costs.drop(rows)
+        costs.unmeasurable = True
+    elif watch.describe():
         costs.smooth(rows)
     else:
-        costs.save()
+        costs.save(rows)
 
 
 def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Iterator[Step]:
@@ -291,17 +318,26 @@ class _LiveBatch:
     def _capture_choices(self, controller: GammaController) -> None:
         """Before the first cycle of rows that have entered: capture every γ that they may soon use; where the
         table does not know so many rows, capture and time all of them."""
-        rows, costs = len(self.rows), controller.statistics.costs
-        known = rows in costs.cycles and not costs.stale
+        rows, statistics = len(self.rows), controller.statistics
+        costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
+        known = (rows in costs.cycles or not usual) and costs.covers(rows)
         gammas = controller.candidates(rows) if known else [0, *controller.choices]
+        new = [gamma for gamma in gammas if not controller.is_captured(rows, gamma)]
         start = time.perf_counter()
-        cycles = capture_cycles(self.engines, self.rule, rows, gammas, trace=self.trace)
-        controller.statistics.capture_seconds = (time.perf_counter() - start) / len(cycles)
+        try:
+            cycles = capture_cycles(self.engines, self.rule, rows, gammas, trace=self.trace)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return  # γ is chosen by estimates, and captured one at a time
+        if new:
+            statistics.capture_seconds = (time.perf_counter() - start) / len(new)
         if not known:
+            say_measuring()
+            seconds = [time_cycle(cycle) for cycle in cycles]
             costs.begin(rows)
-            for gamma, cycle in zip(gammas, cycles, strict=True):
-                costs.add(rows, gamma, time_cycle(cycle))
-            costs.save()
+            for gamma, spent in zip(gammas, seconds, strict=True):
+                costs.add(rows, gamma, spent)
+            costs.save(rows)
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)

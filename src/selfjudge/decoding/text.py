@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, gamma_choices, uncaptured
-from selfjudge.decoding.loop import decode
+from selfjudge.decoding.loop import decode, measure_costs
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import Sampling
@@ -276,6 +276,8 @@ class _Decoding:
         """Run the loop and add its tokens to `answers`, whose keys are rows; yield the new pieces of every step."""
         dropped, warned = set() if dropped is None else dropped, False
         with self.engines.borrow(hidden=self.rule.judge is not None) as engines:
+            if self.gamma == "auto" and requests:
+                measure_costs(engines, len(requests))  # no part of an answer's time
             for answer in answers.values():
                 answer.started = time.perf_counter()
             for step in decode(

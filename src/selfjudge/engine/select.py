@@ -83,7 +83,7 @@ class PairEngines:
             settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # they set the speed
             with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
                 kept: dict[Hashable, Any] = self.draft.keep(("batches", self.target, settings), dict)
-                yield BatchEngines(target, draft, kept, self.draft.keep(("shape", settings), self.shape))
+                yield BatchEngines(target, draft, kept, self.draft.keep(("shape", self.target, settings), self.shape))
 
     def shape(self) -> str:
         """What decides how long a cycle takes, as JSON; empty without a draft, and for models that are measured in less
