@@ -231,7 +231,8 @@ def test_a_rule_that_needs_long_blocks_gets_them() -> None:
 def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: bool) -> None:
     """Real prompts of six tasks on measured machines: `auto` loses at most 3 % to the best γ in hindsight."""
     for task, answers in recordings(pair).items():
-        many = (answers * (1 + 6 * rows // len(answers)))[: max(len(answers), 6 * rows)]
+        size = max(len(answers), (6 if rows < 512 else 3) * rows)
+        many = (answers * (1 + size // len(answers)))[:size]
         replay, statistics = Replay(machine), PairStatistics()
         for known, cells in costs(machine).items():
             for drafts, seconds in cells.items():
