@@ -18,12 +18,13 @@ import pytest
 from fake_certificate import RESOLVED, certificate, example, recipe_folder, tamper
 from runs import content, prompts_file, random_judges
 from selfjudge.cli import main as cli
-from selfjudge.decoding.rule_parser import RuleRequest, rule_text
+from selfjudge.cli.groups import PairOptions, Setup
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest, rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.execute import TorchAnswerer
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.report.certificate import certificate_page
+from selfjudge.report.certificate import certificate_page, describe_result
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.certify import share_delta
 from selfjudge.tune.config import TuneConfig
@@ -251,6 +252,40 @@ def test_speeds_of_a_busy_machine_are_measured_again_later(
     assert decoded == []
 
 
+@pytest.mark.parametrize(
+    ("seconds", "gamma", "finding"),
+    [
+        ({"plain": 2.0, "margin": 0.98, "topk": 0.99}, 3, "Nothing here beats exact: margin:"),
+        ({"plain": 0.5, "margin": 0.98, "topk": 0.99}, 0, "Nothing here beats plain decoding: margin:"),
+    ],
+)
+def test_a_rule_that_hardly_gains_is_not_taken(
+    tiny_pair: Pair,
+    config: TuneConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: dict[str, float],
+    gamma: int,
+    finding: str,
+) -> None:
+    """Where plain decoding is the fastest, the recipe makes no drafts."""
+    original = TorchAnswerer.answer
+
+    def answer(self: TorchAnswerer, prompts: Any, rule: Any, gamma: int, *more: Any) -> Any:
+        answers, _ = original(self, prompts, rule, gamma, *more)
+        tokens = sum(len(answer.tokens) for answer in answers)
+        return answers, {"total": tokens * seconds.get(rule.name if gamma else "plain", 1.0)}
+
+    monkeypatch.setattr(TorchAnswerer, "answer", answer)
+    monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): "")
+    recipe = tune_pair(tiny_pair, tmp_path / "t", replace(config, times=True, epsilon=0.35))
+    assert any(row["refuted"] for row in recipe.certificate["candidates"])
+    assert (recipe.rule, recipe.gamma, recipe.certificate["certified"]) == ("exact", gamma, False)
+    assert describe_result(recipe.certificate).startswith(finding)
+    assert f"Use {'exact' if gamma else 'no drafts'} (γ = {gamma})." in (recipe.folder / "certificate.md").read_text()
+    assert Setup.of(recipe.folder, PairOptions(), OPEN_REQUEST).request.gamma == gamma
+
+
 def chosen_rules(certificate: dict[str, Any]) -> list[str]:
     """The certified rules with most tokens per pass."""
     certified = [row for row in certificate["candidates"] if row["refuted"]]
@@ -455,6 +490,14 @@ def test_a_recipe_elsewhere(
     )  # fmt: skip
     assert code == 0
     assert [(row["name"], row["gamma"]) for row in json.loads(out)["runs"]][-1] == ("selfjudge-recipe", 3)
+    plain = str(recipe_folder(tmp_path / "plain", tiny_pair, rule="exact", certified=False, gamma=0))
+    code, out, _ = run("generate", "w5", "--recipe", plain, "--max-new-tokens", "8", "--json")
+    assert (code, json.loads(out)["gamma"], set(json.loads(out)["origins"])) == (0, 0, {"target"})
+    code, out, _ = run(
+        "bench", "decode", "--recipe", plain, "--no-peers", "--repeats", "1", "--limit", "1", "--max-new-tokens", "8",
+        "--prompts", str(scored), "--json",
+    )  # fmt: skip
+    assert (code, {row["gamma"] for row in json.loads(out)["runs"]}) == (0, {0})
     code, _, err = run("generate", "w5", "--recipe", folder, "--draft", checkpoints["padded-draft"])
     assert code == 2
     assert "recipe for the" in err

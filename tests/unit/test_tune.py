@@ -21,10 +21,12 @@ from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import (
     certificate_markdown,
     certificate_page,
+    describe_baseline,
     describe_claim,
     describe_doubt,
     describe_result,
-    list_commands,
+    describe_verdict,
+    list_other_commands,
 )
 from selfjudge.tune.calibration import (
     CalibrationPrompt,
@@ -111,6 +113,16 @@ def test_so_few_prompts_are_refused_by_themselves(tmp_path: Path) -> None:
         check_calibration(replace(config, limit=5), None)
     with pytest.raises(SelfJudgeError, match="1 family: at least 35 are needed; give more prompts or a larger"):
         check_calibration(replace(config, epsilon=0.1, times=False), None)
+
+
+@pytest.mark.parametrize(("epsilon", "needed"), [(0.1, 58), (0.03, 200)])
+def test_the_page_says_as_many_prompts_as_the_refusal(tmp_path: Path, epsilon: float, needed: int) -> None:
+    """Whatever the device: the number is enough for all."""
+    words = {0.1: f"with five families {needed} for ε = 0.1", 0.03: f"and {needed} for 0.03."}
+    assert words[epsilon] in (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+    config = TuneConfig(prompts=rows(tmp_path / "mine.jsonl", *({"prompt": f"w{i}"} for i in range(9))))
+    with pytest.raises(SelfJudgeError, match=f"5 families: at least {needed} are needed"):
+        check_calibration(replace(config, epsilon=epsilon), JUDGE)
 
 
 def test_families_that_gamma_excludes_need_no_prompts(tmp_path: Path) -> None:
@@ -308,20 +320,71 @@ def test_the_finding_is_one_sentence() -> None:
     assert describe_result(certificate()) == (
         "margin:0.5,guard=on (γ = 3): +12 % [+7, +16] tokens/s, −0.4 [−1.3, +0.5] points, certified ≤ 3."
     )
-    assert describe_result(certificate(certified=False)) == "Nothing here beats exact: use exact (γ = 3)."
+    assert describe_result(certificate(certified=False)) == "Nothing here beats exact. Use exact (γ = 3)."
     assert "the time was up" in describe_result(certificate(certified=False, stopped=True))
-    slow = describe_result(certificate(certified=False, exact_over_plain=1.0))
-    assert slow == "Nothing here beats plain decoding: use exact without a recipe (--gamma auto or 0)."
-    flags = {"selfjudge": "--pair smollm2-135m --rule exact --gamma 2", "vllm": "vllm serve"}
-    assert list_commands(certificate(certified=False, exact_over_plain=1.0, flags=flags)) == [
-        "selfjudge serve --pair smollm2-135m"
-    ]
-    assert len(list_commands(certificate(certified=False, flags=flags))) == 3
+    slow = describe_result(certificate(certified=False, exact_over_plain=1.0, gamma=0))
+    assert slow == "Nothing here beats plain decoding. Use no drafts (γ = 0)."
     agreement = describe_result(certificate(measure="overlap"))
     assert "points of agreement (words in common with exact)" in agreement
     assert "tokens per target pass" in describe_result(certificate(speed_measure="mean_accepted_length"))
     assert "On prompts like these 4,000, at most 3.0 points are lost" in describe_claim(certificate())
     assert "1.90 × plain speed" in describe_claim(certificate())
+
+
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [
+        ({}, "You gain 12 % in speed over exact. You lose at most 3 answers in 100, 19 times out of 20."),
+        ({"delta": 0.03, "epsilon": 0.025}, "You lose at most 2.5 answers in 100, with 97 % confidence."),
+        ({"measure": "same_answer"}, "At most 3 answers in 100 differ from those of exact, 19 times out of 20."),
+        ({"measure": "overlap"}, "At most 3 % of the words differ from those of exact, 19 times out of 20."),
+        ({"speed_measure": "mean_accepted_length"}, "12 % in tokens per target pass; the speed is not known. You"),
+        ({"candidates": [{"differences": "9*0 0.25 -1"}]}, "You lose at most 3 points of 100, 19 times out of 20."),
+    ],
+)
+def test_the_verdict_needs_no_statistics(more: dict[str, Any], verdict: str) -> None:
+    assert verdict in describe_verdict(certificate(**more))
+
+
+@pytest.mark.parametrize(
+    ("interval", "how"),
+    [
+        ([0.9, 0.98], "slower (−6 % [−10, −2]"),
+        ([0.97, 1.05], "not shown to be faster"),
+        ([1.01, 1.03], "hardly faster"),
+    ],
+)
+def test_a_certified_rule_that_does_not_pay_is_named_with_its_gain(interval: list[float], how: str) -> None:
+    rows = certificate()["candidates"]
+    rows[0] |= {"speed_ratio": sum(interval) / 2, "speed_ci": interval}
+    rows = [row | ({} if row is rows[0] else {"refuted": False}) for row in rows]
+    found = certificate(certified=False, candidates=rows)
+    assert f"Nothing here beats exact: margin:0.1,guard=on is certified, but {how}" in describe_result(found)
+    assert describe_result(found).endswith("tokens/s). Use exact (γ = 3).")
+    assert describe_verdict(found) == describe_result(found)
+
+
+def test_the_page_begins_with_exact_and_plain_and_ends_its_verdict_with_one_command() -> None:
+    exact = {"n": 60, "score": 0.62, "without_answer": 3, "tokens_per_second": 14.23, "plain_tokens_per_second": 9.8}
+    known = certificate(exact=exact, flags={"selfjudge": "--pair p --rule margin:0.5 --gamma 3", "vllm": "python -m v"})
+    begin = (
+        "Exact decoding scores 62.0 of 100 points on 60 prompts at 14.2 tokens/s;"
+        " plain decoding, with the same answers, at 9.8 tokens/s."
+    )
+    assert describe_baseline(known) == begin
+    agreement = certificate(measure="overlap", exact={**exact, "score": None, "plain_tokens_per_second": None})
+    assert describe_baseline(agreement).endswith(", at 14.2 tokens/s.")
+    assert describe_baseline(certificate()) == "Rules are compared with exact on 4,000 prompts by the task's score."
+    text, page = certificate_markdown(known), certificate_page(known, [])
+    order = [begin, "You gain 12 %", "−0.4 [−1.3, +0.5] points", "selfjudge serve --recipe .", "Inside vLLM"]
+    for shown in (text, page):
+        places = [shown.index(words) for words in order]
+        assert places == sorted(places)
+    assert "\n    selfjudge serve --recipe .\n\nInside vLLM" in text
+    (box,) = re.findall(r'<pre class="commands">(.*?)</pre>', page)
+    assert box == "selfjudge serve --recipe ."
+    assert "python -m v" not in page
+    assert list_other_commands(certificate(flags=None)) == []
 
 
 def test_unreliable_speeds_are_said_instead_of_a_ranking() -> None:
@@ -334,11 +397,14 @@ def test_unreliable_speeds_are_said_instead_of_a_ranking() -> None:
     )
     assert "plain speed" not in describe_claim(certificate(**doubt))
     nothing = certificate(certified=False, **doubt)
-    assert describe_result(nothing) == f"Nothing here beats exact: use exact (γ = 3). Speeds are not stated: {busy}."
+    assert describe_result(nothing) == f"Nothing here beats exact. Use exact (γ = 3). Speeds are not stated: {busy}."
     assert "No relaxed rule was certified" in describe_claim(nothing)
     certified = {**nothing, "candidates": certificate()["candidates"]}
-    assert (
-        describe_result(certified) == f"Nothing here beats exact in tokens per target pass: use exact (γ = 3).{again}"
+    certified["candidates"][0] |= {"speed_ratio": 1.02, "speed_ci": [1.01, 1.04]}
+    certified["candidates"][1:] = []
+    assert describe_result(certified) == (
+        "Nothing here beats exact: margin:0.1,guard=on is certified, but hardly faster (+2 % [+1, +4] tokens per target"
+        f" pass). Use exact (γ = 3).{again}"
     )
     assert "none surely yields more tokens per target pass" in describe_claim(certified)
     assert "none was surely faster" in describe_claim({**certified, "unreliable": ""})

@@ -17,7 +17,7 @@ from selfjudge.evaluate.config import RuleRun, plan_runs
 from selfjudge.evaluate.execute import Answerer
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.speeds import Clock, Comparison, choose_gamma, count_accepted_drafts
-from selfjudge.tune.trials import find_exact_gamma
+from selfjudge.tune.trials import TuneResult, find_exact_gamma
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +119,11 @@ def compare(answerer: Drafting, notify: Any = lambda stage, share: None, **more:
     return Clock(answerer, plan, 48, notify).compare([[f"{i}"] * 300 for i in range(3)], RULES, **options)
 
 
+def finish(comparison: Comparison) -> TuneResult:
+    """A run that takes no relaxed rule."""
+    return TuneResult([], None, 3, [], ["margin"], comparison)
+
+
 def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
     """Each turn is one batch for all, `exact` first and last."""
     answerer, shares = Drafting(), []
@@ -129,7 +134,9 @@ def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
     assert [batch[0] for batch in answerer.batches[1:]] == [name for name in "0120" for _ in turn]
     assert (found.busy, found.doubt) == ("", "")
     exact, plain = found.timings["exact"], found.timings["plain"]
-    assert found.exact_over_plain == pytest.approx(exact.tokens_per_second / plain.tokens_per_second)
+    assert finish(found).baseline == (exact.tokens_per_second, plain.tokens_per_second)
+    assert finish(found).exact_over_plain == pytest.approx(exact.tokens_per_second / plain.tokens_per_second)
+    assert not finish(found).plain_wins
     speed = found.compare("margin:1")
     assert speed is not None
     assert speed[0] == pytest.approx(found.timings["margin:1"].tokens_per_second / exact.tokens_per_second)
@@ -137,7 +144,8 @@ def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
     assert found.compare("margin:2") is None
     answerer.draft = 1.0
     slow = compare(answerer)  # drafts that cost much: plain decoding is what a rule must beat
-    assert slow.exact_over_plain == 1
+    assert finish(slow).exact_over_plain == 1
+    assert finish(slow).plain_wins
     ratio = slow.timings["margin:1"].tokens_per_second / slow.timings["plain"].tokens_per_second
     assert slow.compare("margin:1") == (pytest.approx(ratio), pytest.approx((ratio, ratio), rel=0.1))
 

@@ -236,7 +236,7 @@ def tune(
     check_calibration(config, known)
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
 
-    from selfjudge.report.certificate import describe_doubt, describe_result, list_commands, plain_wins
+    from selfjudge.report.certificate import describe_baseline, describe_doubt, describe_result, describe_verdict
     from selfjudge.tune.pipeline import tune_pair
 
     with Progress(resume="go on with --resume") as update:
@@ -246,14 +246,15 @@ def tune(
     if as_json:
         print_json({"recipe": recipe.content, "certificate": recipe.certificate})
         return
-    typer.echo(describe_result(recipe.certificate))
     if doubtful := describe_doubt(recipe.certificate):
         warn(doubtful)
+    said = (describe_baseline, describe_result, describe_verdict)
+    for line in dict.fromkeys(describe(recipe.certificate) for describe in said):
+        typer.echo(line)
     for row in recipe.certificate["candidates"]:
         if row["n_used"] and not row["refuted"]:
             typer.echo(f"{row['rule']}: {row['why']}", err=True)
-    run = list_commands(recipe.certificate)[0] if plain_wins(recipe.certificate) else f"selfjudge serve --recipe {out}"
-    typer.echo(f"run this: {run}")
+    typer.echo(f"type this next: selfjudge serve --recipe {out}")
     typer.echo(f"the certificate: {out / 'certificate.html'}")
 
 

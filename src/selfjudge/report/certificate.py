@@ -14,7 +14,10 @@ from selfjudge.report.page import render
 from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, escape, word_column
 from selfjudge.report.verdict import LOW_SCORE
 
-RUN = "Run this in the folder of this certificate"
+RUN = "Type this next, in the folder of this certificate"
+SMALLEST_GAIN = {"tokens_per_second": 0.03, "mean_accepted_length": 0.05}
+"""A smaller gain is not worth an answer: `exact` is recommended. Tokens per pass, without times, must show more."""
+COMMAND = "selfjudge serve --recipe ."
 UNITS = {
     "score": "points",
     "same_answer": "points of agreement (same extracted answer as exact)",
@@ -31,15 +34,50 @@ def make_title(certificate: Mapping[str, Any]) -> str:
     return f"{'Certificate' if certificate['certified'] else 'Nothing certified'} for {certificate['pair']}"
 
 
+def describe_baseline(certificate: Mapping[str, Any]) -> str:
+    """How `exact` and plain decoding do: their score, and their speeds where they are known."""
+    exact = certificate.get("exact") or {}
+    n, score = whole(exact.get("n") or certificate["n"]), exact.get("score")
+    compared = f"Rules are compared with exact on {n} prompts by {certificate['measure_words']}"
+    sentence = compared if score is None else f"Exact decoding scores {points(score)} of 100 points on {n} prompts"
+    rate, plain = exact.get("tokens_per_second"), exact.get("plain_tokens_per_second")
+    if rate:
+        sentence += f"{',' if score is None else ''} at {tenths(rate)} tokens/s"
+    return sentence + (f"; plain decoding, with the same answers, at {tenths(plain)} tokens/s." if plain else ".")
+
+
+def describe_verdict(certificate: Mapping[str, Any]) -> str:
+    """What is gained and what may be lost, for a reader without statistics."""
+    if not certificate["certified"]:
+        return describe_result(certificate)
+    runs, epsilon = 1 / certificate["delta"], points(certificate["epsilon"]).removesuffix(".0")
+    often = f"{runs - 1:.0f} times out of {runs:.0f}" if abs(runs - round(runs)) < 1e-6 else _confidence(certificate)
+    unit = "answers in 100" if _has_right_and_wrong(certificate) else "points of 100"
+    gain = fixed(100 * (certificate["speed_ratio"] - 1), 0)
+    timed = certificate["speed_measure"] == "tokens_per_second"
+    gained = f"{gain} % in speed over exact" if timed else f"{gain} % in tokens per target pass; the speed is not known"
+    lost = {
+        "score": f"You lose at most {epsilon} {unit}",
+        "same_answer": f"At most {epsilon} answers in 100 differ from those of exact",
+        "overlap": f"At most {epsilon} % of the words differ from those of exact",
+    }[certificate["measure"]]
+    return f"You gain {gained}. {lost}, {often}."
+
+
+def _has_right_and_wrong(certificate: Mapping[str, Any]) -> bool:
+    """Whether scores change by whole answers alone."""
+    return all(re.fullmatch(r"((\d+\*)?-?[01]( |$))*", row["differences"]) for row in certificate["candidates"])
+
+
 def describe_result(certificate: Mapping[str, Any]) -> str:
     """The result in a sentence, and in another one why it has no speeds, if they were not reliable."""
     doubt = describe_unreliable(certificate)
     if not certificate["certified"]:
+        best, use = ("plain decoding", "no drafts") if plain_wins(certificate) else ("exact", "exact")
         why = "" if not certificate["stopped"] else " so far (the time was up)"
-        if plain_wins(certificate):
-            return f"Nothing here beats plain decoding{why}: use exact without a recipe (--gamma auto or 0)."
-        where = " in tokens per target pass" if doubt and _has_certified(certificate) else ""
-        return f"Nothing here beats exact{where}{why}: use exact (γ = {certificate['gamma']}).{doubt and f' {doubt}'}"
+        closest = _describe_closest(certificate)
+        result = f"Nothing here beats {best}{why}{closest and f': {closest}'}."
+        return f"{result} Use {use} (γ = {certificate['gamma']}).{doubt and f' {doubt}'}"
     interval = show_interval(certificate["mean_difference_ci"], signed_points)
     change = f"{signed_points(certificate['mean_difference'])} {interval} {UNITS[certificate['measure']]}"
     return (
@@ -58,20 +96,35 @@ def describe_unreliable(certificate: Mapping[str, Any]) -> str:
     return f"Speeds were not compared: {doubt}. Run it again with --resume: the answers are kept."
 
 
+def _describe_closest(certificate: Mapping[str, Any]) -> str:
+    """Why the fastest certified rule was not taken; empty if none is certified."""
+    compared = [row for row in certificate["candidates"] if row["refuted"] and row["speed_ci"] is not None]
+    if not compared:
+        return ""
+    row = max(compared, key=lambda row: row["speed_ci"][0])
+    low, high = row["speed_ci"]
+    how = "slower" if high < 1 else "hardly faster" if low > 1 else "not shown to be faster"
+    return f"{row['rule']} is certified, but {how} ({_gain({**certificate, **row})})"
+
+
 def _has_certified(certificate: Mapping[str, Any]) -> bool:
     return any(row["refuted"] for row in certificate["candidates"])
 
 
 def plain_wins(certificate: Mapping[str, Any]) -> bool:
-    """Whether nothing was faster than plain decoding: then no recipe is of use."""
+    """Whether nothing was faster than plain decoding: the recipe then makes no drafts."""
     return not certificate["certified"] and certificate["exact_over_plain"] == 1
+
+
+def _confidence(certificate: Mapping[str, Any]) -> str:
+    return f"with {points(1 - certificate['delta']).removesuffix('.0')} % confidence"
 
 
 def describe_claim(certificate: Mapping[str, Any]) -> str:
     """The claim, and the prompts it holds for."""
-    unit, confidence = UNITS[certificate["measure"]], points(1 - certificate["delta"]).removesuffix(".0")
+    unit, confidence = UNITS[certificate["measure"]], _confidence(certificate)
     if not certificate["certified"]:
-        lost = f"to lose at most {points(certificate['epsilon'])} {unit} with {confidence} % confidence"
+        lost = f"to lose at most {points(certificate['epsilon'])} {unit} {confidence}"
         if _has_certified(certificate):
             faster = (
                 "surely yields more tokens per target pass" if certificate.get("unreliable") else "was surely faster"
@@ -86,7 +139,7 @@ def describe_claim(certificate: Mapping[str, Any]) -> str:
     what, mean = ("prompts", "") if single else ("groups of prompts", " in the mean over groups of equal weight,")
     return (
         f"On {what} like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])}"
-        f" {unit} are lost against exact decoding,{mean} with {confidence} % confidence{plain}."
+        f" {unit} are lost against exact decoding,{mean} {confidence}{plain}."
         " It is void for other prompts, models, engines or settings."
     )
 
@@ -164,15 +217,12 @@ def _facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def list_commands(certificate: Mapping[str, Any]) -> list[str]:
-    """Commands to run in the folder of the certificate."""
-    flags = certificate.get("flags")
-    if not flags:
-        return []
-    if plain_wins(certificate):
-        return [f"selfjudge serve {flags['selfjudge'].partition(' --rule ')[0]}"]
-    lines = ["selfjudge serve --recipe .", f"selfjudge serve {flags['selfjudge']}"]
-    return [*lines, flags["vllm"]] if flags["vllm"] else lines
+def list_other_commands(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What may be run instead of COMMAND, in the folder of the certificate: when, and the command."""
+    flags = certificate.get("flags") or {"selfjudge": "", "vllm": None}
+    others = [("Inside vLLM", f"{COMMAND} --backend vllm")] if flags["vllm"] else []
+    options = " ".join(flags["selfjudge"].split())
+    return [*others, ("The same by its options, unchecked", f"selfjudge serve {options}")] if options else others
 
 
 def _split_candidates(certificate: Mapping[str, Any]) -> tuple[Table, str]:
@@ -214,13 +264,13 @@ def certificate_markdown(certificate: Mapping[str, Any]) -> str:
     parts = [
         f"# {escape(make_title(certificate))}",
         *([f"**{doubt}**"] if doubt else []),
-        describe_result(certificate),
+        describe_baseline(certificate),
+        f"**{describe_verdict(certificate)}**",
+        *([describe_result(certificate)] if certificate["certified"] else []),
         describe_claim(certificate),
-        *(
-            [f"{RUN}:", "\n".join(f"    {' '.join(line.split())}" for line in lines)]
-            if (lines := list_commands(certificate))
-            else []
-        ),
+        f"{RUN}:",
+        f"    {COMMAND}",
+        *(f"{when}:\n\n    {command}" for when, command in list_other_commands(certificate)),
         "\n".join(f"- {line}" for line in _notes(certificate)),
         *([table.markdown().rstrip()] if table.rows else []),
         *([f"Not tried: {escape(untried)}."] if untried else []),
@@ -237,10 +287,13 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
         "certificate.html",
         title=make_title(certificate),
         doubt=describe_doubt(certificate),
+        baseline=describe_baseline(certificate),
+        verdict=describe_verdict(certificate),
         finding=describe_result(certificate),
         claim=describe_claim(certificate),
         run=RUN,
-        commands=list_commands(certificate),
+        command=COMMAND,
+        others=list_other_commands(certificate),
         notes=_notes(certificate),
         facts=_facts(certificate),
         drawing=draw(_evidence_chart(evidence, certificate["rule"])).svg if evidence else None,

@@ -296,7 +296,14 @@ class TuneJob:
         """Refuse an ε that so few prompts cannot certify; an earlier attempt on them is said."""
         count, batch = len(self.groups) + len(self.aside), self.batch if self.config.times else None
         try:
-            certify.check_prompt_count(count, batch, self.config.epsilon, self.delta, len(self.possible_families))
+            certify.check_prompt_count(
+                count,
+                batch,
+                self.config.epsilon,
+                self.delta,
+                len(self.possible_families),
+                largest_batch=batch and (self.config.batch or CUDA_BATCH),
+            )
         except SelfJudgeError as error:
             raise SelfJudgeError("; ".join(filter(None, [self.describe_attempt(), str(error)]))) from None
 

@@ -174,7 +174,7 @@ def _describe_exact_choice(result: TuneResult) -> dict[str, Any]:
     """What a certificate says if `exact` is taken."""
     return {
         **dict.fromkeys(("rule", "resolved"), "exact"),
-        "gamma": result.exact_gamma,
+        "gamma": 0 if result.plain_wins else result.exact_gamma,
         "certified": False,
         "n": max((len(trial.observations) for trial in result.trials), default=0),
         **summarise([], []),
@@ -199,17 +199,20 @@ def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
 
 
 def _describe_exact(job: TuneJob, result: TuneResult) -> dict[str, Any]:
-    """How `exact` itself does: its mean score, and in how many of its answers none was found where one is right."""
+    """How `exact` itself does: its mean score, in how many of its answers none was found where one is right, speeds."""
     rows = max((trial.exact for trial in result.trials), key=len, default=[])
     scores = [row["score"] for row in rows if job.measure.name == "score"]
     asked = [row for prompt, row in zip(job.prompts, rows, strict=False) if prompt.gold is not None]
     missed = [row for row in asked if row["answer"] is None]
     counts = bool(asked) and job.measure.name != "overlap"
+    rate, plain = result.baseline
     return {
         "n": len(rows),
         "score": float(np.mean(scores)) if scores else None,
         "without_answer": len(missed) if counts else None,
         "cut_off": sum(row["finish"] == "length" for row in missed) if counts else None,
+        "tokens_per_second": rate,
+        "plain_tokens_per_second": plain,
     }
 
 

@@ -94,13 +94,6 @@ class Comparison:
             return self.busy
         return f"the time was up after {turns} of {FEWEST_TURNS} turns: too few to compare speeds"
 
-    @property
-    def exact_over_plain(self) -> float | None:
-        """The speed of `exact` over plain decoding, at least 1; None if plain decoding was not timed."""
-        if "plain" not in self.timings:
-            return None
-        return max(self.timings["exact"].tokens_per_second / self.timings["plain"].tokens_per_second, 1.0)
-
     def compare(self, rule: str) -> tuple[float, Interval] | None:
         """A rule's speed over that of `exact` or plain decoding, the faster one; None if it was not timed."""
         if self.doubt or (timing := self.timings.get(rule)) is None:

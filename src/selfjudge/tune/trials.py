@@ -12,6 +12,7 @@ from selfjudge.decoding.text import row_seed
 from selfjudge.evaluate.compare import Interval, compare_lengths
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import make_sample
+from selfjudge.report.certificate import SMALLEST_GAIN
 from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks import Row
@@ -135,6 +136,11 @@ class TuneResult:
         return None if self.doubt else self.comparison
 
     @property
+    def plain_wins(self) -> bool:
+        """Whether plain decoding was the fastest: then no drafts are made (γ = 0)."""
+        return self.best is None and self.exact_over_plain == 1
+
+    @property
     def exact_gamma(self) -> int:
         """γ at which `exact` was fastest; that of the others if nothing was measured."""
         return find_exact_gamma(self.speeds, self.gamma)
@@ -142,11 +148,19 @@ class TuneResult:
     @property
     def exact_over_plain(self) -> float | None:
         """The speed of `exact` at its best γ over plain decoding, at least 1; None if that is not known."""
-        if self.comparison is not None:
-            return None if self.doubt else self.comparison.exact_over_plain
-        rates = {(row["rule"], row["gamma"]): row["tokens_per_second"] for row in self.speeds}
-        plain, exact = rates.get(("plain", 0)), rates.get(("exact", self.exact_gamma))
+        exact, plain = self.baseline
         return max(exact / plain, 1.0) if plain and exact else None
+
+    @property
+    def baseline(self) -> tuple[float | None, float | None]:
+        """Tokens/s of `exact` at its best γ and of plain decoding; None where they are not known, or not reliable."""
+        if self.comparison is not None:
+            rates = {rule: timing.tokens_per_second for rule, timing in self.comparison.timings.items()}
+        else:
+            gammas = ("exact", self.exact_gamma), ("plain", 0)
+            rows = (row for row in self.speeds if (row["rule"], row["gamma"]) in gammas)
+            rates = {row["rule"]: row["tokens_per_second"] for row in rows}
+        return (None, None) if self.doubt else (rates.get("exact"), rates.get("plain"))
 
     def compare_speed(self, trial: RuleTrial | None) -> dict[str, Any]:
         """A rule's speed over that of `exact` at its own best γ, or else its m over that of `exact`; its interval."""
@@ -166,6 +180,13 @@ def _find_lower_end(trial: RuleTrial, timed: Comparison | None = None) -> float:
     """The lower end of a rule's speed over that of `exact`, if it was timed, or else of its m."""
     speed = trial.length_ratio if timed is None else timed.compare(trial.rule)
     return 0.0 if speed is None else speed[1][0]
+
+
+def _pays(trial: RuleTrial, timed: Comparison | None) -> bool:
+    """Whether a certified rule is surely faster than `exact`, and by enough to be worth an answer that it may lose."""
+    speed = trial.length_ratio if timed is None else timed.compare(trial.rule)
+    smallest = SMALLEST_GAIN["mean_accepted_length" if timed is None else "tokens_per_second"]
+    return trial.certified and speed is not None and speed[1][0] > 1 and speed[0] >= 1 + smallest
 
 
 class Tuning:
@@ -261,16 +282,13 @@ class Tuning:
         return self.clock.compare(batches, rules, tokens, self.deadline)
 
     def _choose_fastest(self, trials: Sequence[RuleTrial], timed: Comparison | None) -> RuleTrial | None:
-        """The certified rule that is most surely faster than `exact`, on all prompts; None if none is.
+        """The certified rule that is most surely faster than `exact`, on all prompts; None if none pays.
 
-        It is chosen by the lower end of its interval, which must lie above 1: that of its speed over `exact` at its own
-        best γ, or of its m where no reliable speed was `timed`.
+        It is chosen by the lower end of its interval: that of its speed over `exact` at its own best γ, or of its m
+        where no reliable speed was `timed`.
         """
-        certified = [trial for trial in trials if trial.certified]
-        while certified:
-            best = max(certified, key=lambda trial: _find_lower_end(trial, timed))
-            if _find_lower_end(best, timed) <= 1:
-                return None
+        while paying := [trial for trial in trials if _pays(trial, timed)]:
+            best = max(paying, key=lambda trial: _find_lower_end(trial, timed))
             if len(best.differences) == len(self.job.prompts) or time.monotonic() >= self.deadline:
                 return best
             self.notify(f"{best.rule} on all prompts", 0.0)
