@@ -27,7 +27,7 @@ from selfjudge.report.demo import demo_page, describe_result
 from selfjudge.report.draw import Drawing, draw
 from selfjudge.report.formats import fixed, show_number, signed
 from selfjudge.report.page import report
-from selfjudge.report.records import read_results, rule_order
+from selfjudge.report.records import Results, read_results, rule_order
 from selfjudge.report.tables import make_tables
 from selfjudge.report.verdict import make_verdict
 
@@ -105,7 +105,8 @@ def test_the_per_task_table_by_hand(small: Path, tmp_path: Path) -> None:
     text = (tmp_path / "report" / "tables.md").read_text()
     line = next(line for line in text.splitlines() if line.startswith("| judged:F@j θ 0.250 |"))
     assert "| 3.75 | +0.75 \\[+0.55, +0.95\\] | 1.25 \\[1.19, 1.31\\] | 25.0 " in line
-    assert "| −25.0 \\[−47.5, −2.5\\] |" in line  # as eval stored it: ± 0.225
+    assert "| 25.0 | −25.0 | 25.0 % |" in line  # no interval from four examples
+    assert mine["delta_ci"] == pytest.approx((-0.475, -0.025))  # as eval stored it: ± 0.225
 
 
 def test_the_average_by_hand(small: Path, tmp_path: Path) -> None:
@@ -165,6 +166,7 @@ def test_other_measures_and_their_change(tmp_path: Path) -> None:
     exact = samples([(11, 5), (11, 5)], [1, 0])
     write_run(tmp_path, "cnn_dailymail", "exact", 10, exact, None, scores={"rouge_l": 0.5, "fc": 0.6})
     more = {
+        "n_scored": 40,
         "scores": {"rouge_l": 0.5, "fc": 0.55},
         "delta_scores": {"fc": -0.05},
         "delta_scores_ci": {"fc": [-0.06, -0.04]},
@@ -230,12 +232,19 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
         assert (row["m_ratio"], row["delta_ci"]) == (same[row["rule"]]["m_ratio"], same[row["rule"]]["delta_ci"])
     assert (len(found.sentences), found.warning) == (3, "")
     assert found.sentences[0].startswith("judged:R@selfjudge yields +")
+    assert "% of the answers are those of exact" in found.sentences[0]
     assert found.chart.level == 0
     assert make_verdict([r for r in runs if r.name != "exact"]) is None
     assert make_verdict([r for r in runs if r.name == "exact"]) is None
     assert make_verdict([]) is None
     lossy = [r if r.name == "exact" else replace(r, delta_score=-0.1, delta_ci=(-0.12, -0.08)) for r in runs]
     assert "Every one of them loses measurably" in make_verdict(lossy).sentences[2]
+    unsure = [r if r.name == "exact" else replace(r, delta_ci=(-0.5, 0.5), m_ratio_ci=(0.5, 9.0)) for r in runs]
+    assert "(not shown to be a gain) tokens per target pass" in make_verdict(unsure).sentences[0]
+    assert "; of the score no change shown (" in make_verdict(unsure).sentences[0]
+    poor = make_verdict([replace(r, score=0.01) for r in lossy]).sentences
+    assert poor[0] == "There is little to lose here: exact itself scores 1.0 of 100 points."
+    assert poor[1].startswith("judged:R@selfjudge yields")
     text = whole[0].read_text()
     assert text.index('id="verdict"') < text.index('class="fold"')
 
@@ -250,9 +259,18 @@ def test_few_prompts_are_said_to_be_few(small: Path) -> None:
         r if r.name == "exact" else replace(r, delta_score=0.0, delta_ci=(0.0, 0.0)) for r in read_results([small]).runs
     ]
     found = make_verdict(runs)
-    assert "+0.0 [+0.0, +0.0] points (no change shown)" in found.sentences[0]
-    assert found.sentences[-1] == "No loss is shown for judged:F@j; that is not a proof that nothing is lost."
-    assert found.chart.title == "judged:F@j: +25.0 % m, no change shown"
+    assert "of the score too few prompts to tell (+0.0 points)" in found.sentences[0]
+    assert found.chart.title == "judged:F@j: +25.0 % m, too few prompts to tell"
+    shown = found.table.markdown() + make_tables(Results(tuple(runs), ()))["task"][0].markdown()
+    assert "[+0.0, +0.0]" not in shown
+    assert "[0.0 %" not in shown
+    assert all(p.interval is None for c in (found.chart, *trade_offs(runs)) for s in c.series for p in s.points)
+    many = make_verdict([replace(r, n_scored=40) for r in runs])
+    assert "of the score no change shown (+0.0 [+0.0, +0.0] points)" in many.sentences[0]
+    assert many.sentences[-1] == "No loss is shown for judged:F@j; that is not a proof that nothing is lost."
+    assert many.chart.title == "judged:F@j: +25.0 % m, no change shown"
+    partly = make_tables(Results(tuple(replace(r, n_scored=r.n - 1) for r in runs), ()))["task"][0].markdown()
+    assert f"{runs[0].n} {runs[0].n - 1} scored" in partly
 
 
 def test_what_loses_much_is_at_the_edge(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

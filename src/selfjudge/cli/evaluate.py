@@ -17,6 +17,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.report.records import FEWEST_SCORED
 from selfjudge.store import RunFolder
 from selfjudge.tune.calibration import check_calibration
 from selfjudge.tune.config import TuneConfig
@@ -100,6 +101,7 @@ def _show(summaries: list[dict[str, Any]]) -> None:
 def _row(summary: dict[str, Any]) -> dict[str, Any]:
     """A line of the table on the terminal; the task's measure is named."""
     change = summary["m_ratio"] and summary["m_ratio"] - 1
+    few = (summary.get("n_scored") or summary["n"]) < FEWEST_SCORED
     return {
         "task": summary["task"],
         "rule": summary["rule"],
@@ -108,7 +110,9 @@ def _row(summary: dict[str, Any]) -> dict[str, Any]:
         "m": figure(summary["mean_accepted_length"], ".2f"),
         "Δm, %": with_spread(change, summary["m_ratio_ci"]),
         summary["measure"] or "score": figure(summary["score"], ".1%"),
-        f"Δ {summary['measure'] or 'score'}, points": with_spread(summary["delta_score"], summary["delta_ci"]),
+        f"Δ {summary['measure'] or 'score'}, points": with_spread(
+            summary["delta_score"], None if few else summary["delta_ci"]
+        ),
         "lost / gained": "" if summary.get("lost") is None else f"{summary['lost']} / {summary['gained']}",
         summary["agreement_measure"].replace("_", " "): figure(summary["agreement"], ".2f"),
         "judged": figure(summary["judged_share"], ".1%"),

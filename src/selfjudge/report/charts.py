@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from selfjudge.report.formats import change, gain, points, show_number
 from selfjudge.report.records import (
+    FEWEST_SCORED,
     MATCHING_WORDS,
     EvalRun,
     Interval,
@@ -149,7 +150,8 @@ def trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
     """The change of the score, paired with `exact`, against the gain in m: a line a method, a point a threshold."""
     for facet in _facets(runs, lambda r: r.delta_score is not None):
         run = facet.first
-        finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {change(run.delta_score, run.delta_ci)}"
+        shown = change(run.delta_score, run.delta_ci, run.scored < FEWEST_SCORED)
+        finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {shown}"
         axes = GAIN, f"change of {run.measure}, points"
         name = slug("trade-off", facet.slug)
         yield put_far_points_at_the_edge(Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0))
@@ -161,7 +163,7 @@ def _score_point(run: EvalRun) -> Point:
     if run.m_ratio is None or run.delta_score is None:
         return Point(0.0, 0.0, label)
     tag = run.option if run.option in ("F", "R") else ""
-    return Point(100 * (run.m_ratio - 1), 100 * run.delta_score, label, tag, in_points(run.delta_ci))
+    return Point(100 * (run.m_ratio - 1), 100 * run.delta_score, label, tag, _show_spread(run, run.delta_ci))
 
 
 def agreements(runs: Sequence[EvalRun]) -> Iterable[Chart]:
@@ -178,7 +180,11 @@ def _agreement_point(run: EvalRun) -> Point:
         return Point(0.0, 100.0, "exact")
     same = 100 * run.agreement
     label = f"{run.rule}: {gain(run.m_ratio)} m, {same:.1f} % the same"
-    return Point(100 * (run.m_ratio - 1), same, label, interval=in_points(run.agreement_ci))
+    return Point(100 * (run.m_ratio - 1), same, label, interval=_show_spread(run, run.agreement_ci))
+
+
+def _show_spread(run: EvalRun, interval: Interval | None) -> Interval | None:
+    return None if run.scored < FEWEST_SCORED else in_points(interval)
 
 
 def in_points(interval: Interval | None) -> Interval | None:

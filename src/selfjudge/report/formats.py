@@ -39,8 +39,10 @@ def contains_zero(interval: Any) -> bool:
     return interval is not None and interval[0] <= 0 <= interval[1]
 
 
-def change(value: float | None, interval: Any) -> str:
-    """A change of the score in points, if its interval shows one."""
+def change(value: float | None, interval: Any, few: bool) -> str:
+    """A change of the score in points, if its interval shows one; `few` examples show nothing."""
+    if few:
+        return "too few prompts to tell"
     return "no change shown" if contains_zero(interval) else f"{signed_points(value)} points"
 
 

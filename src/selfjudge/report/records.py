@@ -89,6 +89,11 @@ class EvalRun:
         return self.mean_accepted_length
 
     @property
+    def scored(self) -> int:
+        """Examples that are scored, or compared with `exact` where no answer is known."""
+        return self.n_scored or self.n
+
+    @property
     def name(self) -> str:
         """The rule without options: `judged`."""
         return re.split("[:@]", self.rule, maxsplit=1)[0]
@@ -126,9 +131,12 @@ class EvalRun:
     def row(self) -> dict[str, Any]:
         """The run as a row of a table."""
         hidden = ("folder", "substitutions", "examples", *PROVENANCE)
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden} | {"method": self.method}
+        row = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
+        return row | {"method": self.method, "few": self.scored < FEWEST_SCORED}
 
 
+FEWEST_SCORED = 30
+"""From fewer scored examples no interval of a score is shown: that of a handful says nothing."""
 SWEPT = ("threshold", "theta", "k", "entropy")
 """Names of options that differ along a curve, where a rule's text gives them by name."""
 

@@ -44,6 +44,11 @@ class Column:
         return self.joint.join(filter(None, (self.show(row), self.small(row))))
 
 
+def score_column(head: str, value: str, form: Callable[[Any], str], interval: str, words: str = "") -> Column:
+    """A score or its change; the interval below it is left out where few examples were scored."""
+    return Column(head, value, form, lambda row: "" if row["few"] else show_interval(row[interval], form), words)
+
+
 def word_column(head: str, value: str | Callable[[Row], Any], **more: Any) -> Column:
     """A column of words, not of numbers."""
     return Column(head, value, numeric=False, **more)
@@ -90,6 +95,6 @@ def number_ids(sections: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
 RULE = word_column("rule", "rule")
 GAMMA = Column(f"{GLOSSARY['γ']} (γ)", "gamma")
 PER_PASS = Column(f"{GLOSSARY['m']} (m)", "mean_accepted_length", fixed, help="of the target, its own token included")
-AGREEMENT = Column(
+AGREEMENT = score_column(
     "same answer", "agreement", percent, "agreement_ci", "as exact; of open tasks the share of matching words"
 )

@@ -11,7 +11,18 @@ from typing import Any
 
 from selfjudge.report import formats, records
 from selfjudge.report.records import PAPER, EvalRun, Interval, Results, group_by_task, task_title
-from selfjudge.report.table import AGREEMENT, GAMMA, PER_PASS, RULE, Column, Row, Table, number_ids, word_column
+from selfjudge.report.table import (
+    AGREEMENT,
+    GAMMA,
+    PER_PASS,
+    RULE,
+    Column,
+    Row,
+    Table,
+    number_ids,
+    score_column,
+    word_column,
+)
 
 Z = 1.959964
 """95 % of a normal distribution lie within ± Z standard deviations."""
@@ -76,7 +87,7 @@ def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
         ),
         Column("mean Δm", "delta_m", formats.signed, "delta_m_ci", "against exact, same task and γ"),
         Column("mean m ratio", "m_ratio", formats.fixed, "m_ratio_ci"),
-        Column("mean Δtask", "delta_score", formats.signed_points, "delta_ci", "points"),
+        score_column("mean Δtask", "delta_score", formats.signed_points, "delta_ci", "points"),
         Column("tasks", lambda row: len(row["tasks"])),
     )
 
@@ -100,6 +111,7 @@ def average_row(runs: Sequence[EvalRun]) -> Row:
         "m": sum(r.m or 0.0 for r in runs) / len(runs),
         "agreement": sum(agreements) / len(agreements) if agreements else None,
         "agreement_ci": None,
+        "few": sum(r.scored for r in runs) < records.FEWEST_SCORED,
         "tasks": {
             r.task: {"m": r.m, "score": r.score, "delta_m": r.delta_m, "delta_score": r.delta_score} for r in runs
         },
@@ -144,12 +156,12 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
     return (
         word_column("rule", "rule", below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
         GAMMA,
-        Column("n", "n", formats.whole),
+        Column("n", "n", formats.whole, _say_scored),
         PER_PASS,
         Column("Δm", "delta_m", formats.signed, "delta_m_ci", "against exact"),
         Column("m ratio", "m_ratio", formats.fixed, "m_ratio_ci", "m over that of exact"),
-        Column(measure, "score", formats.points, "score_ci", "points"),
-        Column(f"Δ {measure}", "delta_score", formats.signed_points, "delta_ci", "points against exact"),
+        score_column(measure, "score", formats.points, "score_ci", "points"),
+        score_column(f"Δ {measure}", "delta_score", formats.signed_points, "delta_ci", "points against exact"),
         *(_other_measure(name) for name in others),
         AGREEMENT,
         Column(
@@ -171,11 +183,17 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
     )
 
 
+def _say_scored(row: Row) -> str:
+    """How many of n examples are scored, where not all are."""
+    return "" if row["n_scored"] in (None, row["n"]) else f"{row['n_scored']:,} scored"
+
+
 def _other_measure(name: str) -> Column:
     def change(row: Row) -> str:
         if name not in row["delta_scores"]:
             return ""
-        interval = formats.show_interval(row["delta_scores_ci"].get(name), formats.signed_points)
+        known = None if row["few"] else row["delta_scores_ci"].get(name)
+        interval = formats.show_interval(known, formats.signed_points)
         return " ".join(filter(None, (formats.signed_points(row["delta_scores"][name]), interval)))
 
     return Column(

@@ -11,19 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, in_points, put_far_points_at_the_edge
-from selfjudge.report.formats import (
-    change,
-    contains_zero,
-    fixed,
-    gain,
-    percent,
-    points,
-    show_interval,
-    signed_points,
-    whole,
-)
+from selfjudge.report.formats import change, fixed, gain, percent, points, show_interval, signed_points, whole
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
-from selfjudge.report.table import AGREEMENT, PER_PASS, RULE, Column, Row, Table
+from selfjudge.report.table import AGREEMENT, PER_PASS, RULE, Column, Row, Table, score_column
 from selfjudge.report.tables import average_row
 
 LOW_SCORE = 0.1
@@ -56,8 +46,8 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     score = sum(run.score for run in exact) / len(exact)
     n = sum(run.n for run in exact)
     sentences = _sentences(rows[1:], f"{where}; {whole(n)} prompts", score)
-    scored = sum(run.n if run.n_scored is None else run.n_scored for run in exact)
-    return VerdictSection(sentences, _chart(rows), _table(rows, where), _warn_of_few(scored))
+    warning = _warn_of_few(sum(run.scored for run in exact))
+    return VerdictSection(sentences, _chart(rows), _table(rows, where), warning)
 
 
 def _covered_tasks(runs: Sequence[EvalRun]) -> list[str]:
@@ -84,9 +74,18 @@ def _choose_rules(runs: Sequence[EvalRun], tasks: Sequence[str], gamma: int) -> 
 
 
 def _change(row: Row) -> str:
-    interval = show_interval(row["delta_ci"], signed_points)
-    note = "(no change shown)" if contains_zero(row["delta_ci"]) else ""
-    return " ".join(filter(None, (signed_points(row["delta_score"]), interval, "points", note)))
+    """The change of the score with its interval; in words first where none is shown."""
+    interval = "" if row["few"] else show_interval(row["delta_ci"], signed_points)
+    figures = " ".join(filter(None, (signed_points(row["delta_score"]), interval, "points")))
+    shown = change(row["delta_score"], row["delta_ci"], row["few"])
+    return figures if shown.endswith("points") else f"{shown} ({figures})"
+
+
+def _gain(row: Row) -> str:
+    """The gain in m, and whether it is shown."""
+    interval = row["m_ratio_ci"]
+    hidden = interval is not None and interval[0] <= 1 <= interval[1]
+    return gain(row["m_ratio"]) + (" (not shown to be a gain)" if hidden else "")
 
 
 def _warn_of_few(n: int) -> str:
@@ -97,24 +96,24 @@ def _warn_of_few(n: int) -> str:
 
 
 def _sentences(rows: Sequence[Row], where: str, exact_score: float) -> list[str]:
-    """The gain and cost of the first rule, those of the others, and where no loss is shown."""
+    """The gain and cost of the first rule, those of the others, and where no loss is shown.
+
+    That `exact` itself is hardly ever right comes first.
+    """
     first, *others = rows
-    sentences = [
-        f"{first['rule']} yields {gain(first['m_ratio'])} tokens per target pass against exact and changes the score by"
-        f" {_change(first)} ({where})."
-    ]
+    kept = "" if first["agreement"] is None else f"; {percent(first['agreement'])} of the answers are those of exact"
+    shown = change(first["delta_score"], first["delta_ci"], first["few"])
+    cost = f"the score changes by {_change(first)}" if shown.endswith("points") else f"of the score {_change(first)}"
+    sentences = [f"{first['rule']} yields {_gain(first)} tokens per target pass against exact; {cost}{kept} ({where})."]
     if others:
-        listed = (f"{row['rule']} {gain(row['m_ratio'])} at {_change(row)}" for row in others)
+        listed = (f"{row['rule']} {_gain(row)}, {_change(row)}" for row in others)
         sentences.append(f"Compared with it: {'; '.join(listed)}.")
-    return [*sentences, _loss_sentence(rows, exact_score)]
-
-
-def _loss_sentence(rows: Sequence[Row], exact_score: float) -> str:
-    first = rows[0]
     if exact_score < LOW_SCORE:
-        unknown = first["agreement"] is None
-        kept = "" if unknown else f", and {first['rule']} keeps {percent(first['agreement'])} of its answers"
-        return f"There is little to lose here: exact itself scores {points(exact_score)} of 100 points{kept}."
+        return [f"There is little to lose here: exact itself scores {points(exact_score)} of 100 points.", *sentences]
+    return sentences if first["few"] else [*sentences, _loss_sentence(rows)]
+
+
+def _loss_sentence(rows: Sequence[Row]) -> str:
     without_loss = [row for row in rows if row["delta_ci"] is not None and row["delta_ci"][1] >= 0]
     if not without_loss:
         return "Every one of them loses measurably: use exact where the answer counts."
@@ -129,9 +128,11 @@ def _chart(rows: Sequence[Row]) -> Chart:
     for style, row in enumerate(others, 1):
         label = f"{row['rule']}: m {gain(row['m_ratio'])}, {_change(row)}"
         x, y = 100 * (row["m_ratio"] - 1), 100 * row["delta_score"]
-        series.append(Series(row["rule"], style, (Point(x, y, label, interval=in_points(row["delta_ci"])),)))
+        spread = None if row["few"] else in_points(row["delta_ci"])
+        series.append(Series(row["rule"], style, (Point(x, y, label, interval=spread),)))
     first = others[0]
-    finding = f"{first['rule']}: {gain(first['m_ratio'])} m, {change(first['delta_score'], first['delta_ci'])}"
+    shown = change(first["delta_score"], first["delta_ci"], first["few"])
+    finding = f"{first['rule']}: {gain(first['m_ratio'])} m, {shown}"
     chart = Chart("verdict", finding, GAIN, "change of the score, points", tuple(series), level=0.0)
     return put_far_points_at_the_edge(chart)
 
@@ -141,7 +142,7 @@ def _table(rows: Sequence[Row], where: str) -> Table:
         RULE,
         Column(PER_PASS.head, "m", fixed, help="of the target, mean over the tasks"),
         Column("gain in m", "m_ratio", gain, "m_ratio_ci", "against exact, same task and γ"),
-        Column("change, points", "delta_score", signed_points, "delta_ci", "of the score, paired by example"),
+        score_column("change, points", "delta_score", signed_points, "delta_ci", "of the score, paired by example"),
         AGREEMENT,
     )
     return Table("verdict", where, columns, tuple(rows))
