@@ -101,7 +101,8 @@ def test_the_first_screen_is_the_verdict(opened: Browser, page: Path) -> None:
     opened.open(page, 1200, 900)
     folds = "[...document.querySelectorAll('.fold')].map(f => f.open)"
     assert not any(opened.run(folds))
-    assert opened.run("document.querySelectorAll('.verdict p').length") == 3
+    assert opened.run("document.querySelectorAll('.verdict p').length") == 2  # so few prompts that no loss is judged
+    assert "prompts are scored" in opened.run("document.querySelector('#verdict .warning').textContent")
     assert opened.run("document.querySelector('#verdict table').getBoundingClientRect().bottom") < 1100
     opened.point("nav a[href='#task']", click=True)
     opened.wait("document.querySelector('#task .fold').open")
@@ -297,13 +298,16 @@ def test_the_certificate(browser: Browser, tmp_path: Path, scheme: str) -> None:
     browser.open(page)
     tried = [row for row in certificate()["candidates"] if row["n_used"]]
     assert browser.run("document.querySelectorAll('#rules tbody tr').length") == len(tried)
-    assert browser.run("document.querySelector('.untried summary').textContent") == "1 rule was not tried"
-    assert "topk:5" in browser.run("document.querySelector('.untried p').textContent")
+    assert browser.run("document.querySelector('#rules .untried summary').textContent") == "1 rule was not tried"
+    assert "topk:5" in browser.run("document.querySelector('#rules .untried p').textContent")
     assert browser.run("document.querySelector('#evidence svg path') !== null")
     boxes = browser.run("[...document.querySelectorAll('.beside')[0].children].map(e => e.getBoundingClientRect().top)")
     assert len(boxes) == 2
     assert boxes[0] == boxes[1]
-    assert "certified ≤ 3" in browser.run("document.querySelector('.lead').textContent")
+    assert "compared with exact on 4,000 prompts" in browser.run("document.querySelector('.lead').textContent")
+    assert "19 times out of 20" in browser.run("document.querySelector('#verdict .finding').textContent")
+    assert "certified ≤ 3" in browser.run("document.querySelector('#verdict').textContent")
+    assert browser.run("document.querySelectorAll('pre.commands').length") == 1
     browser.point(".beside .token.judge")
     shown = browser.run("getComputedStyle(document.querySelector('.beside .token.judge'), '::after').content")
     assert "five" in shown
