@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import TINY_GAMMA, WORKER, started, tiny_engine
+from engines import TINY_GAMMA, started, tiny_engine
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm import config, plugin, v1
+from selfjudge.integrations.vllm import config, v1
 from selfjudge.integrations.vllm.signatures import adapter_of, exactly
 from selfjudge.judge.model import Judge
 
@@ -119,23 +119,3 @@ def test_an_engine_without_drafts_does_not_start(tiny: Path) -> None:
     said, answers = started(engine, [], v2=False)
     assert not answers
     assert "SelfJudgeError: JudgeWorker has nothing to verify: give --speculative-config with a draft" in said
-
-
-def test_the_plugin_acts_only_when_asked(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = EngineArgs.create_engine_config
-    monkeypatch.setattr(EngineArgs, "create_engine_config", create)  # put back afterwards
-    monkeypatch.delenv(plugin.VARIABLE, raising=False)
-    plugin.register()
-    assert EngineArgs.create_engine_config is create
-    monkeypatch.setenv(plugin.VARIABLE, json.dumps({"judge": str(tiny / "hidden")}))
-    plugin.register()
-    plugin.register()
-    options = tiny_engine(tiny, dtype="float32", enforce_eager=True)
-    del options["worker_cls"], options["additional_config"]
-    made = EngineArgs(**options).create_engine_config()
-    assert made.parallel_config.worker_cls == WORKER
-    assert config.load(made)[0].own.judge == str(tiny / "hidden")
-    assert made.speculative_config.num_speculative_tokens == TINY_GAMMA
-    monkeypatch.setenv(plugin.VARIABLE, "{")
-    with pytest.raises(SelfJudgeError, match="SELFJUDGE_VLLM must be a JSON object"):
-        plugin.register()
