@@ -178,7 +178,6 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "split for tests": ["label", *target, *draft, "--prompts", "livecodebench/test-1", *new, "--tau", "-5"],
         "no such file to label": ["label", *target, *draft, "--prompts", str(folder / "gone.jsonl"), *new, "--tau", "-5"],
         "broken prompts to label": [*label, "--prompts", str(folder / "prompts.jsonl"), *new, "--tau", "-5"],
-        "shard": [*label, *new, "--tau", "-5", "--shard", "3"],
         "engine options": [*label, *new, "--engine-options", "{}"],
         "no tau": [*label, *new],
         "no tau of this length": ["label", *new, "--suffix-length", "3"],

@@ -129,8 +129,14 @@ Finish = Literal["eos", "length", "stop"]
 
 Notify = Callable[[str, float], None]
 """Takes a report of progress: the stage, and the share of it that is done."""
+Tell = Callable[[float], None]
+"""Takes the share that is done of work that has no stages."""
 Warn = Callable[[str], None]
 """Takes a warning of one line."""
+
+
+def ignore(*_: object) -> None:
+    """Take a report or a warning, and do nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Whole labellings by tiny models: the rows, interruptions, damage, sharding."""
+"""Whole labellings by tiny models: the rows, interruptions, damage, parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conftest import tiny_model
 from runs import content, label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import OutcomeCheck, decode_many
-from selfjudge.label.folder import read_manifest, read_shards, summarise_labels
+from selfjudge.label.folder import read_manifest, read_responses, read_shards, summarise_labels
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import sum_scores
 from selfjudge.models.loaded import Draft
@@ -271,20 +271,22 @@ def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
         label_pair(tiny_pair, out, settings, resume=True)
 
 
-# sharding
+# parts of the work
 
 
-def test_shards_of_the_work_hold_the_whole(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
+def test_parts_of_the_work_hold_the_whole(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     label_pair(tiny_pair, whole, settings_of(prompts))
-    parts = [tmp_path / f"part{i}" for i in range(3)]
+    parts, lines = [tmp_path / f"part{i}" for i in range(3)], Path(prompts).read_text().splitlines(keepends=True)
     for i, part in enumerate(parts):
-        label_pair(tiny_pair, part, settings_of(prompts, shard=(i, 3)))
+        part.with_suffix(".jsonl").write_text("".join(lines[i::3]))
+        label_pair(tiny_pair, part, settings_of(str(part.with_suffix(".jsonl"))))
 
     def rows_of(*folders: Path) -> dict[tuple[str, int], tuple[dict, np.ndarray]]:
         return {
-            (row["prompt_id"], row["position"]): (row, arrays["hidden_draft"][k])
+            (str(asked[row["prompt_id"]]), row["position"]): (row, arrays["hidden_draft"][k])
             for folder in folders
+            for asked in [{row["prompt_id"]: row["prompt_ids"] for row in read_responses(folder)}]
             for rows, arrays in read_shards(folder)
             for k, row in enumerate(rows)
         }

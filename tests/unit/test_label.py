@@ -89,7 +89,6 @@ def test_responses_of_one_token_have_no_place_to_label(tiny_pair: Pair, prompts:
         ({"batch": 0}, "`batch`"),
         ({"limit": 0}, "`limit`"),
         ({"reject_recall": 0.0}, "`reject_recall`"),
-        ({"shard": (3, 3)}, "`shard`"),
         ({"calibrate": "nothing", "tau": None}, "checkable"),
         ({"calibrate": "gsm8k"}, "not both"),
         ({"tau": float("nan")}, "finite number"),

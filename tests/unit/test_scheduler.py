@@ -17,8 +17,7 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
-from selfjudge.integrations.server.scheduler import Scheduler
-from selfjudge.integrations.server.warm_up import WarmUp, warm_up
+from selfjudge.integrations.server.scheduler import Scheduler, WarmUp, warm_up
 from selfjudge.models.pair import Pair
 
 Begin = Callable[..., Scheduler]

@@ -20,10 +20,9 @@ from selfjudge.integrations.server.jobs import CompletionJob, ShadowJobs, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import LOG, Scheduler
-from selfjudge.integrations.shadow import Shadow
 from selfjudge.integrations.vllm import shadow as middleware
 from selfjudge.models.pair import Pair
-from selfjudge.tune.monitor import WAITING, Monitor
+from selfjudge.tune.monitor import WAITING, Monitor, Shadow
 from selfjudge.types import Generation
 
 Begin = Callable[..., Scheduler]

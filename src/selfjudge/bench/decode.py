@@ -22,7 +22,7 @@ from selfjudge.engine.select import PairEngines
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import measured_on
 from selfjudge.store.load import LoadWatch
-from selfjudge.types import PHASES, Gamma, Generation, Notify, pooled_figures
+from selfjudge.types import PHASES, Gamma, Generation, Notify, ignore, pooled_figures
 
 
 @dataclass
@@ -70,7 +70,7 @@ def bench_decode(
     rules: Mapping[str, AcceptanceRule] | None = None,
     *,
     full: Pair | None = None,
-    notify: Notify = lambda stage, share: None,
+    notify: Notify = ignore,
 ) -> dict[str, Any]:
     """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints.
 

@@ -51,12 +51,7 @@ LEGEND = {
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
     recipe: RecipeFolder = None,
-    color: Annotated[
-        bool,
-        typer.Option(
-            "--color", help="Tint what was drafted: green = the target's choice, too; yellow = accepted against it."
-        ),
-    ] = False,
+    color: Annotated[bool, typer.Option("--color", help="Tint drafted tokens; a legend says how.")] = False,
     as_json: AsJson = False,
     *,
     models: PairOptions,
@@ -188,15 +183,9 @@ def _watch(on_cuda: bool, progress: Progress) -> Iterator[None]:
 @config_options(RuleRequest, "request")
 @config_options(AnsweringPair, "models")
 def serve(
-    backend: Annotated[
-        Literal["torch", "vllm"],
-        typer.Option(help="torch: our own loop, on any machine; vllm: vLLM with our rules in it."),
-    ] = "torch",
+    backend: Annotated[Literal["torch", "vllm"], typer.Option(help="Our own loop, or vLLM with our rules.")] = "torch",
     recipe: RecipeFolder = None,
-    vllm: Annotated[
-        str,
-        typer.Option(help="Flags of vLLM's own, with --backend vllm: '--tensor-parallel-size 2 --max-num-seqs 64'."),
-    ] = "",
+    vllm: Annotated[str, typer.Option(help="Flags of vLLM's own: '--tensor-parallel-size 2'.")] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free.", min=0, max=65535)] = 8000,
     *,

@@ -30,17 +30,8 @@ from selfjudge.types import explain
 @config_options(EvalConfig, without=("rules",), commas=("tasks",))
 def evaluate(
     out: Annotated[Path, typer.Option(help="Folder of the results; what is done in it stays done.")],
-    rules: Annotated[
-        str | None,
-        typer.Option(
-            help="Rules, separated by blanks or semicolons: exact topk:2 judged:F judged:q0.9@NAME. If not given:"
-            " exact, and judged where there is a judge."
-        ),
-    ] = None,
-    judge: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[NAME=]FOLDER", help="A judge, and its name in rules. Repeat for several."),
-    ] = None,
+    rules: Annotated[str | None, typer.Option(help="Such as 'exact judged:q0.9@NAME'; else exact, and judged.")] = None,
+    judge: Annotated[list[str] | None, typer.Option(metavar="[NAME=]FOLDER", help="A judge, with its name.")] = None,
     recipe: RecipeFolder = None,
     resume: Resume = False,
     as_json: AsJson = False,
@@ -126,13 +117,7 @@ def _row(summary: dict[str, Any]) -> dict[str, Any]:
 @config_options(ReproduceConfig, commas=("tasks",))
 def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of all stages; what is done in it stays done.")],
-    pair: Annotated[
-        str | None,
-        typer.Option(
-            help="Embedded pair, or one of the paper's: llama-3.1-8b, qwen2.5-7b, llama-3.1-70b; smollm2-135m if not"
-            " given."
-        ),
-    ] = None,
+    pair: Annotated[str | None, typer.Option(help=f"Embedded pair, or the paper's {', '.join(PAPER_PAIRS)}.")] = None,
     as_json: AsJson = False,
     *,
     config: ReproduceConfig,
@@ -162,9 +147,7 @@ def reproduce(
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that eval or reproduce wrote.")],
-    out: Annotated[Path, typer.Option(help="The page; figures and tables go into a folder of the same name.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, typer.Option(help="The page; figures go into a folder of its name.")] = Path("report.html"),
     as_json: AsJson = False,
 ) -> None:
     """One self-contained page: a verdict, tables, trade-offs, a token viewer; figures and Markdown beside it.
@@ -217,10 +200,7 @@ def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) ->
 @config_options(TuneConfig, commas=("tasks", "families"))
 def tune(
     out: Annotated[Path, typer.Option(help="Folder of the recipe and its certificate.")],
-    judge: Annotated[
-        str | None,
-        typer.Option(help="Judge folder, hub id or embedded name; the judge that ships for the target if not given."),
-    ] = None,
+    judge: Annotated[str | None, typer.Option(help="Judge folder, hub id or embedded name; else the shipped.")] = None,
     resume: Resume = False,
     as_json: AsJson = False,
     *,
@@ -264,9 +244,7 @@ def tune(
 
 def verify(
     folder: Annotated[Path, typer.Argument(help="Folder that `selfjudge tune` made.")],
-    key: Annotated[
-        Path | None, typer.Option(help="Public Ed25519 key that must have signed it, such as key.pub of ssh-keygen.")
-    ] = None,
+    key: Annotated[Path | None, typer.Option(help="Public Ed25519 key that must have signed it: key.pub.")] = None,
 ) -> None:
     """Check a certificate: its files, its rule, its bets computed once more, its signature. Exit code 1 if it fails.
 

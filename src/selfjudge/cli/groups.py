@@ -93,9 +93,7 @@ class PairOptions(DeviceOptions):
     )
     target: str | None = setting(None, "Target model: hub id, checkpoint folder or GGUF file.")
     draft: str | None = setting(None, "Draft: hub id, checkpoint folder, GGUF file or folder of an EAGLE-3 head.")
-    draft_dtype: str | None = setting(
-        None, "Draft with int8 weights although --dtype is float32 (CPU); without --dtype it does.", choices=("int8",)
-    )
+    draft_dtype: str | None = setting(None, "Draft in int8 although --dtype is float32 (CPU).", choices=("int8",))
 
     def check(self) -> None:
         super().check()

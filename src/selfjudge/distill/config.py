@@ -37,9 +37,7 @@ class Schedule:
 class DistillConfig:
     """Settings of a distillation; a run is resumed only with the same (those in `FREE` may differ)."""
 
-    kind: str = setting(
-        "layers", "layers: a small model; eagle3: a head that reads the target's states.", choices=tuple(KINDS)
-    )
+    kind: str = setting("layers", "A small model, or a head that reads the target's states.", choices=tuple(KINDS))
     layers: int = setting(4, "Layers of the draft (kind layers).", minimum=1)
     width: int = setting(384, f"Width of the draft, a multiple of {HEAD} (kind layers).", minimum=HEAD)
     inner: int | None = setting(None, "Width of its feed-forward layers; 8/3 of the width if not given.", minimum=1)
@@ -47,12 +45,8 @@ class DistillConfig:
     unroll: int = setting(5, "Steps that a head is trained to draft in a row (kind eagle3).", minimum=1, maximum=20)
     minutes: float = setting(8.0, "Minutes of training, after the data is made.", above=0)
     steps: int | None = setting(None, "Steps of training instead of minutes: the result can be repeated.", minimum=1)
-    data_minutes: float | None = setting(
-        None, "Minutes after which no more answers are asked for (kind eagle3); all if not given.", above=0
-    )
-    prompts: tuple[str, ...] = setting(
-        (), "self, self-summaries …, a task or a file, each as NAME[:COUNT[xANSWERS]]; several times."
-    )
+    data_minutes: float | None = setting(None, "Ask for no more answers after so many minutes (eagle3).", above=0)
+    prompts: tuple[str, ...] = setting((), "self, self-summaries …, a task or a file, as NAME[:COUNT[xANSWERS]].")
     max_new_tokens: int = setting(256, "Most new tokens of an answer.", minimum=1)
     max_prompt_tokens: int = setting(1536, "Longer prompts are left out.", minimum=1)
     held_out: int = setting(256, "Prompts kept for measuring agreement; at most half of them.", minimum=1)

@@ -35,16 +35,11 @@ from selfjudge.models.speculators import load_head, write_speculators
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, markdown_table, read_tensors, write_tensors, write_text
 from selfjudge.store.schema import conform
-from selfjudge.types import Notify
+from selfjudge.types import Notify, ignore
 
 
 def distill_draft(
-    pair: Pair,
-    out: Path,
-    config: DistillConfig | None = None,
-    *,
-    data: Path | None = None,
-    notify: Notify = lambda stage, share: None,
+    pair: Pair, out: Path, config: DistillConfig | None = None, *, data: Path | None = None, notify: Notify = ignore
 ) -> dict[str, Any]:
     """Make a draft for `pair.target` in the folder `out`; what `run.json` says. Goes on where an earlier call ended.
 

@@ -19,7 +19,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.weights import check_finite
 from selfjudge.store import read_tensors, write_tensors
 from selfjudge.store.schema import conform
-from selfjudge.types import Notify
+from selfjudge.types import Notify, ignore
 
 WARM_UP = 100  # steps
 DECAY = 0.01  # weight decay of matrices, per unit of learning rate
@@ -79,7 +79,7 @@ class Trainer:
         checkpoint: Path,
         schedule: Schedule,
         notify: Notify,
-        keep: Callable[[HeldOutScore], object] = lambda score: None,
+        keep: Callable[[HeldOutScore], object] = ignore,
     ) -> None:
         self.learner, self.keep = learner, keep
         self.checkpoint, self.schedule, self.notify = checkpoint, schedule, notify

@@ -27,22 +27,13 @@ class EvalConfig:
     """Which rules are evaluated on which tasks, and how."""
 
     tasks: tuple[str, ...] = setting((), "Tasks, with a split if it is not `test`: `livecodebench/all`.")
-    rules: tuple[Any, ...] | None = setting(
-        None,
-        "Rules as text, such as `judged:F@mine`, or as objects. If not given: exact, and judged if there is a judge.",
-    )
-    gammas: tuple[int, ...] = setting(
-        (), "Draft tokens per cycle; the default of the device if not given.", minimum=0, maximum=MAX_GAMMA
-    )
+    rules: tuple[Any, ...] | None = setting(None, "Rules, as text or objects; exact and judged if not given.")
+    gammas: tuple[int, ...] = setting((), "Draft tokens per cycle; else the default.", minimum=0, maximum=MAX_GAMMA)
     limit: int | None = setting(None, "Examples of each task; all if not given.", minimum=1)
-    max_new_tokens: int | None = setting(
-        None, "Maximum new tokens of an answer; the task's own number if not given.", minimum=1
-    )
+    max_new_tokens: int | None = setting(None, "Maximum new tokens of an answer; else the task's.", minimum=1)
     batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
     seed: int = setting(0, "Seed of rules that sample.")
-    nli: str = setting(
-        "auto", "Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."
-    )
+    nli: str = setting("auto", "Factual consistency by: an NLI model, proxy (the target itself), off, or auto.")
     examples: int = setting(3, "Answers of each run that are kept token by token.", minimum=0)
     times: bool = setting(True, "Measure tokens/s; not on a machine that does other work meanwhile.")
     data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")

@@ -27,7 +27,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.tasks import split_of
-from selfjudge.types import Notify, Warn, default_gamma
+from selfjudge.types import Notify, Warn, default_gamma, ignore
 
 SHARED = ("limit", "max_new_tokens", "batch", "seed")
 """Settings that all runs of a folder have in common."""
@@ -40,8 +40,8 @@ def evaluate_rules(
     *,
     judges: Mapping[str, Judge] | None = None,
     answerer: Answerer | None = None,
-    notify: Notify = lambda stage, share: None,
-    warn: Warn = lambda text: None,
+    notify: Notify = ignore,
+    warn: Warn = ignore,
 ) -> list[dict[str, Any]]:
     """Run what is not yet done in the folder `out`; the summaries of all runs of `config`, in order.
 

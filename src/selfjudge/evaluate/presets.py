@@ -60,21 +60,13 @@ class ReproduceConfig:
     """What `reproduce` runs, and on what."""
 
     preset: str = setting("quick", "How much is run; paper has the paper's settings.", choices=tuple(PRESETS))
-    prompts: tuple[str, ...] = setting(
-        (), "Prompts to label by likelihood instead of the preset's, such as arithmetic:30. Repeat for several."
-    )
+    prompts: tuple[str, ...] = setting((), "Prompts to label by likelihood, such as arithmetic:30, not the preset's.")
     tasks: tuple[str, ...] = setting((), "Tasks to evaluate on instead of the preset's.")
     limit: int | None = setting(None, "Examples of each task instead of the preset's number.", minimum=1)
-    max_new_tokens: int | None = setting(
-        None, "Maximum new tokens of an answer, labelled or evaluated, instead of the preset's.", minimum=1
-    )
-    calibrate_prompts: int | None = setting(
-        None, "Prompts to find τ with, if none ships with the pair, instead of the preset's number.", minimum=1
-    )
+    max_new_tokens: int | None = setting(None, "Most new tokens of an answer, not the preset's.", minimum=1)
+    calibrate_prompts: int | None = setting(None, "Prompts to find τ with, if none ships.", minimum=1)
     batch: int | None = setting(None, "Prompts at a time; as label and eval choose if not given.", minimum=1)
-    nli: str = setting(
-        "auto", "Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."
-    )
+    nli: str = setting("auto", "Factual consistency by: an NLI model, proxy (the target itself), off, or auto.")
     data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")
     allow_unsafe: bool = setting(False, "Run generated code even if it cannot be isolated.")
 

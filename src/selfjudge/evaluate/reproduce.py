@@ -23,7 +23,7 @@ from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
-from selfjudge.types import Notify, Warn
+from selfjudge.types import Notify, Warn, ignore
 
 FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")
 """Rules that need no judge."""
@@ -34,12 +34,7 @@ Plan = list[tuple[str, list[str], tuple[int, ...]]]
 
 
 def reproduce_paper(
-    pair: Pair,
-    out: Path,
-    config: ReproduceConfig,
-    *,
-    notify: Notify = lambda stage, share: None,
-    warn: Warn = lambda text: None,
+    pair: Pair, out: Path, config: ReproduceConfig, *, notify: Notify = ignore, warn: Warn = ignore
 ) -> dict[str, Any]:
     """Run the stages that are not yet finished below `out`; returns the report's tables."""
     from selfjudge.report.page import report

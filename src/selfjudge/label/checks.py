@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
 from selfjudge.tasks import Task, load_task
 from selfjudge.tasks.base import join_messages
+from selfjudge.types import Tell, ignore
 
 VERDICT_TOKENS = 12
 SAME_QUESTION = Path(__file__).with_name("same.txt").read_text("utf-8")
@@ -141,10 +142,7 @@ def decode_many(pair: Pair, responses: Sequence[Sequence[int]]) -> list[str]:
 
 
 def continue_responses(
-    pair: Pair,
-    config: LabelConfig,
-    substitutions: Sequence[Substitution],
-    notify: Callable[[float], None] = lambda share: None,
+    pair: Pair, config: LabelConfig, substitutions: Sequence[Substitution], notify: Tell = ignore
 ) -> list[tuple[int, ...]]:
     """Each response with its substitution, as the target finishes it from there."""
     prompts = [[*s.original.prompt, *s.start] for s in substitutions]
@@ -154,11 +152,7 @@ def continue_responses(
 
 
 def answer_prompts(
-    pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int | Sequence[int],
-    batch: int,
-    notify: Callable[[float], None] = lambda share: None,
+    pair: Pair, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], batch: int, notify: Tell = ignore
 ) -> list[tuple[list[int], str]]:
     """The target's greedy answer to each prompt and why it ended, in order, as fast as its engine makes them."""
     answers: list[tuple[list[int], str]] = [([], "")] * len(prompts)

@@ -20,14 +20,9 @@ BACKENDS = ("torch", "vllm")
 
 @dataclass(frozen=True)
 class LabelConfig:
-    """Settings of a labelling run; it is resumed only with the same ones (`allow_unsafe` may differ).
+    """Settings of a labelling run; it is resumed only with the same ones (`allow_unsafe` may differ)."""
 
-    `shard` (i, n) labels the prompts i, i + n, i + 2n …
-    """
-
-    prompts: tuple[str, ...] = setting(
-        (), "self, self-summaries, a task or a file, each as NAME or NAME:COUNT; several times. self:500 if not given."
-    )
+    prompts: tuple[str, ...] = setting((), "self, self-summaries, a task or a file, as NAME[:COUNT]; else self:500.")
     limit: int | None = setting(None, "Prompts in all; sources without a count share them evenly.", minimum=1)
     method: str = setting("selfjudge", "What makes a token acceptable: see docs/train.md.", choices=METHODS)
     suffix_length: int = setting(20, "N: tokens after the substitution that are scored.", minimum=0)
@@ -35,17 +30,12 @@ class LabelConfig:
     calibrate: str | None = setting(None, "Find τ on this task's critical tokens; arithmetic needs no data.")
     calibrate_prompts: int = setting(100, "Prompts for finding τ.", minimum=1)
     reject_recall: float = setting(0.9, "Share of the critical tokens that τ must reject.", above=0, maximum=1)
-    substitutions: int | None = setting(
-        None, "Most draft tokens that are tried in a response; all if not given. Not for selfjudge.", minimum=1
-    )
+    substitutions: int | None = setting(None, "Most draft tokens tried in a response (not selfjudge).", minimum=1)
     max_new_tokens: int = setting(256, "Maximum new tokens of a response (default 256).", minimum=1)
     max_prompt_tokens: int = setting(1536, "Maximum tokens of a prompt; longer ones are left out.", minimum=1)
     batch: int | None = setting(None, "Responses at a time: 64, on CUDA 1024.", minimum=1)
     hidden_dtype: str = setting("float32", "Type of the stored hidden states.", choices=("float32", "float16"))
     previous: bool = setting(False, "Also store the state before each token, for features hidden+margin+previous.")
-    shard: tuple[int, int] = setting(
-        (0, 1), "i/n: label every n-th prompt from the i-th on; `train` takes all folders."
-    )
     allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
     seed: int = setting(0, "Seed of the prompts that the target writes.")
     backend: str = setting("torch", "What runs the target: this process, or vLLM (docs/vllm.md).", choices=BACKENDS)
@@ -54,8 +44,6 @@ class LabelConfig:
         """Refuse what cannot work before any model is loaded."""
         check_settings(self)
         sources = self.sources()
-        if not 0 <= self.shard[0] < self.shard[1]:
-            raise SelfJudgeError(f"`shard` is i/n with i from 0 to n − 1, not {self.shard[0]}/{self.shard[1]}")
         if self.calibrate is not None and not is_checkable(self.calibrate):
             raise SelfJudgeError(f"{self.calibrate} has no checkable answers to calibrate τ on")
         if wrong := [source.name for source in sources if source.answers > 1]:

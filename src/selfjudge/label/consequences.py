@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -23,13 +23,14 @@ from selfjudge.label.folder import Labels, Row
 from selfjudge.label.mismatch import Candidate, find_mismatches, make_labels
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
+from selfjudge.types import Tell
 
 CONTROL_EVERY = 10  # places
 MARGINS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats that part the groups that places are drawn from
 
 
 def label_by_consequences(
-    pair: Pair, config: LabelConfig, originals: Sequence[Original], scorer: Scorer, notify: Callable[[float], None]
+    pair: Pair, config: LabelConfig, originals: Sequence[Original], scorer: Scorer, notify: Tell
 ) -> Labels:
     """A token is acceptable if the answer is kept after it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from selfjudge.label.folder import Labels, Row
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
+from selfjudge.types import Tell
 
 NOTHING = "there is no mismatch to label: the draft says what the target says (is it the same model?)"
 
@@ -91,12 +92,7 @@ class Candidate(NamedTuple):
 
 
 def label_by_likelihood(
-    pair: Pair,
-    config: LabelConfig,
-    responses: Sequence[Row],
-    scorer: Scorer,
-    tau: float,
-    notify: Callable[[float], None],
+    pair: Pair, config: LabelConfig, responses: Sequence[Row], scorer: Scorer, tau: float, notify: Tell
 ) -> Labels:
     """A token is acceptable if its score is above τ."""
     texts = [(row["prompt_ids"], row["response_ids"], row["finish"] == "length") for row in responses]

@@ -33,7 +33,7 @@ from selfjudge.store.artefacts import CalibrationSeal, LabelManifest, LabelPromp
 from selfjudge.tasks import is_task, load_task
 from selfjudge.tasks.code import CodeTask
 from selfjudge.tasks.sandbox.runner import check_isolation
-from selfjudge.types import Notify, Warn
+from selfjudge.types import Notify, Tell, Warn, ignore
 
 SHARD = 64  # responses
 CONTINUATIONS = {"cuda": 16384}  # of a shard of consequences, by device
@@ -76,8 +76,8 @@ def label_pair(
     *,
     data: Path | None = None,
     resume: bool = False,
-    notify: Notify = lambda stage, share: None,
-    warn: Warn = lambda text: None,
+    notify: Notify = ignore,
+    warn: Warn = ignore,
 ) -> dict[str, Any]:
     """Label into the folder `out`; returns its manifest.
 
@@ -178,8 +178,7 @@ def _make_prompts(run: _LabelRun) -> tuple[list[Row], dict[str, Any]]:
     if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is not None:
         return list(read_rows(file, LabelPrompt)), seal["yields"]
     rows, yields = _collect(run, run.config.sources())
-    first, step = run.config.shard
-    if not (rows := rows[first::step]):
+    if not rows:
         raise SelfJudgeError("there is no prompt left to label: give more with `prompts`")
     write_rows(file, rows)
     run.folder.seal("prompts", ["work/prompts.jsonl"], yields=yields)
@@ -221,7 +220,7 @@ def _find_tau(run: _LabelRun) -> dict[str, Any]:
     return found
 
 
-def _answer(run: _LabelRun, prompts: Sequence[Row], notify: Callable[[float], None]) -> list[Row]:
+def _answer(run: _LabelRun, prompts: Sequence[Row], notify: Tell) -> list[Row]:
     """The prompts with the target's greedy responses."""
     config, asked = run.config, [row["prompt_ids"] for row in prompts]
     answers = answer_prompts(run.pair, asked, config.max_new_tokens, config.batch_size, notify)
@@ -247,7 +246,7 @@ def _make_responses(run: _LabelRun, prompts: Sequence[Row]) -> list[Path]:
     return files
 
 
-def _report(run: _LabelRun, stage: str, before: int, count: int, total: int) -> Callable[[float], None]:
+def _report(run: _LabelRun, stage: str, before: int, count: int, total: int) -> Tell:
     """Reports a share of `count` items of a stage as a share of all `total`, of which `before` are done."""
     return lambda share: run.notify(stage, (before + share * count) / total)
 
@@ -290,9 +289,7 @@ def _shard_size(run: _LabelRun) -> int:
     return config.batch_size
 
 
-def _label_shard(
-    run: _LabelRun, responses: Sequence[Row], scorer: Scorer, tau: float | None, notify: Callable[[float], None]
-) -> Labels:
+def _label_shard(run: _LabelRun, responses: Sequence[Row], scorer: Scorer, tau: float | None, notify: Tell) -> Labels:
     """The labels of a shard of responses, and what they cost."""
     before = scorer.tokens
     if run.config.method == "selfjudge":

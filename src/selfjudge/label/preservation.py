@@ -7,7 +7,7 @@ critical and the response stays. The searches of many prompts advance together, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfjudge.label.checks import Original, Substitution, compare_answers, continue_responses
@@ -16,6 +16,7 @@ from selfjudge.label.folder import Labels, Row
 from selfjudge.label.mismatch import Candidate, differ, make_labels, predict_draft_tokens
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
+from selfjudge.types import Tell, ignore
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,7 @@ class Search:
 
 
 def search_critical_tokens(
-    pair: Pair,
-    config: LabelConfig,
-    originals: Sequence[Original],
-    *,
-    most: int | None = None,
-    notify: Callable[[float], None] = lambda share: None,
+    pair: Pair, config: LabelConfig, originals: Sequence[Original], *, most: int | None = None, notify: Tell = ignore
 ) -> list[Event]:
     """Run the searches of all responses to their ends, or until each has tried `most` substitutions."""
     searches = [Search(original, original.response) for original in originals]
@@ -101,7 +97,7 @@ def score_events(scorer: Scorer, events: Sequence[Event]) -> list[tuple[Case, Sc
 
 
 def label_by_preservation(
-    pair: Pair, config: LabelConfig, originals: Sequence[Original], scorer: Scorer, notify: Callable[[float], None]
+    pair: Pair, config: LabelConfig, originals: Sequence[Original], scorer: Scorer, notify: Tell
 ) -> Labels:
     """A token is acceptable if the answer is preserved; on open prompts (autojudge+) the target compares the meanings.
 

@@ -9,7 +9,7 @@ into rows, rows into passes. A mask lets each branch see the response up to its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from selfjudge.engine.reference import SlotLayer, attention_kinds
 from selfjudge.engine.teacher_forced import choose_width, logit_rows, logits_of, sdpa_without_cudnn
 from selfjudge.models.loaded import LoadedModel, as_loaded
 from selfjudge.models.tokens import context_window
+from selfjudge.types import Tell, ignore
 
 TOKENS = {"cuda": 65536}  # of a pass, by device
 PACK = {"cuda": 512}  # tokens of branches in a row, by device
@@ -146,7 +147,7 @@ class Scorer:
         self._most = TOKENS.get(self.device.type, 512)
         self._pack = PACK.get(self.device.type, 64)
 
-    def __call__(self, cases: Sequence[Case], notify: Callable[[float], None] = lambda share: None) -> list[Scores]:
+    def __call__(self, cases: Sequence[Case], notify: Tell = ignore) -> list[Scores]:
         """The scores of every case, in order; `notify` is told the share that is done."""
         assert all(a < b for case in cases for a, b in pairwise(case.places))
         if self.device.type == "cuda":

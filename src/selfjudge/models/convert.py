@@ -7,7 +7,7 @@ import copy
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from selfjudge.models.gguf import (
 )
 from selfjudge.models.weights import check_finite
 from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
+from selfjudge.types import Tell, ignore
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -66,15 +67,13 @@ def save_tokenizer(gguf: Path, folder: Path) -> None:
         gguf_tokenizer(gguf).save_pretrained(folder)
 
 
-def convert(gguf: Path, folder: Path, tell: Callable[[float], None] = lambda share: None) -> None:
+def convert(gguf: Path, folder: Path, tell: Tell = ignore) -> None:
     """Write the model in a GGUF file as a transformers checkpoint, without its tokenizer."""
     with quiet():
         dequantise(open_model(gguf), STORED_DTYPE, tell).save_pretrained(folder)
 
 
-def dequantise(
-    model: PreTrainedModel, dtype: torch.dtype, tell: Callable[[float], None] = lambda share: None
-) -> PreTrainedModel:
+def dequantise(model: PreTrainedModel, dtype: torch.dtype, tell: Tell = ignore) -> PreTrainedModel:
     """The model of a GGUF file with its weights as floats in memory; `tell` hears the share that is done."""
     file = gguf_file(model)
     assert file is not None

@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,7 @@ from selfjudge.models.gguf import FULL_PRECISION, gguf_file
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite, dequantise, quantise, unpack_six
 from selfjudge.store import read_json, read_tensors, write_json, write_tensors
-from selfjudge.store.artefacts import Count, HeadCount, Share, VocabSize, Width
-from selfjudge.store.schema import Range
+from selfjudge.store.artefacts import Count, HeadCount, HeadDim, Share, VocabSize, Width
 
 FILE = "head.safetensors"
 _ROPE = ("default", "linear", "llama3", "yarn")
@@ -50,7 +49,7 @@ class EagleConfig:
     intermediate_size: Width
     heads: HeadCount
     kv_heads: HeadCount
-    head_dim: Annotated[int, Range(2, 1 << 16)]
+    head_dim: HeadDim
     rope_parameters: Mapping[str, Any]
     eps: Share
     aux_layers: tuple[Count, Count, Count]

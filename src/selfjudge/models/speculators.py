@@ -11,7 +11,7 @@ FOLDER/
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,8 +25,8 @@ from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, che
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite
 from selfjudge.store import read_json, whole_tensors, write_json
-from selfjudge.store.artefacts import Count, HeadCount, VocabSize, Width
-from selfjudge.store.schema import Range, conform
+from selfjudge.store.artefacts import HeadShape, PublicHead
+from selfjudge.store.schema import conform
 
 FORMAT = "0.3.0"  # of speculators, whose fields these are
 _FIXED = {
@@ -35,35 +35,6 @@ _FIXED = {
     "use_aux_hidden_state": True,
 }  # fmt: skip
 """Options of public heads, each with the one value that our heads have."""
-
-
-class HeadShape(TypedDict):
-    """The one layer of a public head: the config of a Llama of transformers, old or new."""
-
-    hidden_size: Width
-    intermediate_size: Width
-    num_attention_heads: HeadCount
-    num_key_value_heads: NotRequired[HeadCount | None]
-    head_dim: NotRequired[Annotated[int, Range(2, 1 << 16)] | None]
-    rms_norm_eps: NotRequired[Annotated[float, Range(0, 1)]]
-    vocab_size: VocabSize
-    rope_theta: NotRequired[float | None]
-    rope_scaling: NotRequired[dict[str, Any] | None]
-    rope_parameters: NotRequired[dict[str, Any] | None]
-
-
-class PublicHead(TypedDict):
-    """`config.json` of an EAGLE-3 head in the format of speculators, or of the original code."""
-
-    architectures: NotRequired[list[str] | None]
-    draft_vocab_size: NotRequired[VocabSize | None]
-    target_hidden_size: NotRequired[Count | None]
-    norm_before_residual: NotRequired[bool | None]
-    eagle_aux_hidden_state_layer_ids: NotRequired[list[Count] | None]
-    eagle_config: NotRequired[dict[str, Any] | None]
-    transformer_layer_config: NotRequired[dict[str, Any]]
-    speculators_model_type: NotRequired[str]
-    speculators_config: NotRequired[dict[str, Any] | None]
 
 
 def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> EagleHead:

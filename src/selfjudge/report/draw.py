@@ -7,44 +7,36 @@ need no second drawing. Colour is never the only difference: every style has its
 from __future__ import annotations
 
 import io
+import json
 import re
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from selfjudge.report.charts import Chart, Point, Series
 from selfjudge.report.formats import fixed, show_number
+from selfjudge.store import read_asset
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PALETTE = (
-    ("#5b6470", "#a4adba"), ("#2566ad", "#7db4f0"), ("#b8500f", "#f2a167"),
-    ("#1f7f4c", "#6fd09c"), ("#7445ab", "#bf9bee"), ("#b02a63", "#f08bb5"),
-    ("#0f7580", "#5fcbd6"), ("#6f690e", "#cfc45a"), ("#83502f", "#d6a988"),
-)  # fmt: skip
+COLOURS = json.loads(read_asset("selfjudge.report", "colours.json"))
+PALETTE: list[tuple[str, str]] = COLOURS["series"]
 """(light, dark) of each style; style 0 is `exact`."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ((), (6, 3), (2, 3), (8, 3, 2, 3))
-INK, SOFT, RULE, FAINT, PAPER = "#1c2127", "#57606a", "#dfe2e5", "#eef0f1", "#fdfdfb"
-"""As in page.css, where they have dark counterparts."""
+SOFT, PAPER = COLOURS["page"]["soft"], COLOURS["page"]["paper"]
 VARIABLES = {
     **{light: f"var(--s{i})" for i, (light, _) in enumerate(PALETTE)},
-    INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", FAINT: "var(--faint)", PAPER: "var(--paper)",
-}  # fmt: skip
-SETTINGS: Any = {
-    "svg.fonttype": "none", "svg.hashsalt": "selfjudge", "text.parse_math": False, "font.size": 12,
-    "axes.edgecolor": RULE, "axes.labelcolor": INK, "axes.facecolor": "none", "axes.axisbelow": True,
-    "axes.spines.top": False, "axes.spines.right": False, "grid.color": FAINT, "figure.facecolor": "none",
-    "xtick.labelcolor": SOFT, "ytick.labelcolor": SOFT, "xtick.bottom": False, "ytick.left": False,
-    "text.color": INK, "lines.linewidth": 1.6, "legend.frameon": False, "legend.fontsize": 11,
-}  # fmt: skip
-
+    **{colour: f"var(--{name})" for name, colour in COLOURS["page"].items()},
+}
+STYLE = Path(__file__).with_name("assets") / "chart.mplstyle"
 WIDTH, HEIGHT = 420, 280
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 46
 """Sizes of a drawing, in points."""
@@ -68,7 +60,7 @@ def draw(chart: Chart) -> Drawing:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
+    with matplotlib.rc_context(fname=STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # letters that matplotlib's fonts lack are boxes in the PNG
         labels = [_shorten(series.name) for series in chart.series if len(chart.series) > 1]
         columns = max(1, min(len(labels), int(WIDTH / (LETTER * max(map(len, labels), default=1) + 40))))

@@ -7,13 +7,10 @@ theme and the token viewer.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,7 @@ from selfjudge.report.records import EvalRun, group_by_task, name_task, read_res
 from selfjudge.report.table import Table
 from selfjudge.report.tables import make_tables
 from selfjudge.report.verdict import make_verdict
-from selfjudge.store import check_page, read_json, write_json, write_text
+from selfjudge.store import check_page, hash_source, read_asset, read_json, write_json, write_text
 from selfjudge.store.artefacts import AnswerExample, ReportRecord
 
 Content = dict[str, Any]
@@ -107,12 +104,9 @@ def _earlier_figures(folder: Path) -> set[str]:
 def render(template: str, **values: Any) -> str:
     """A page from a template of assets/, with the style sheet and the script in it."""
     colours = "".join(f"--s{i}:light-dark({light},{dark});" for i, (light, dark) in enumerate(PALETTE))
-    style, script = _asset("page.css") + f":root{{{colours}}}", _asset("page.js")
-    policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}';"
-        " base-uri 'none'; form-action 'none'"
-    )
-    text = _templates().get_template(template).render(style=style, script=script, policy=policy, **values)
+    style = read_asset("selfjudge.report", "page.css") + f":root{{{colours}}}"
+    script = read_asset("selfjudge.report", "page.js")
+    text = _templates().get_template(template).render(style=style, script=script, **values)
     return text.encode("utf-8", "replace").decode()  # halves of characters become question marks
 
 
@@ -126,17 +120,9 @@ def _templates() -> Environment:
         undefined=StrictUndefined,
     )
     templates.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[,:@])", text))
+    templates.filters["hash_source"] = hash_source
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return templates
-
-
-def _asset(name: str) -> Markup:
-    file = resources.files("selfjudge.report").joinpath("assets", name)
-    return Markup(file.read_text(encoding="utf-8"))  # noqa: S704
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _viewer_data(runs: Sequence[EvalRun]) -> Content:

@@ -2,13 +2,16 @@
 
 from selfjudge.store.files import (
     check_page as check_page,
+    fill_template as fill_template,
     fingerprint as fingerprint,
+    hash_source as hash_source,
     home as home,
     hub_options as hub_options,
     locked as locked,
     markdown_table as markdown_table,
     parse_json as parse_json,
     quiet_hub as quiet_hub,
+    read_asset as read_asset,
     read_json as read_json,
     read_rows as read_rows,
     read_tensors as read_tensors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import gzip
@@ -17,6 +18,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -199,6 +201,27 @@ def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]], align:
     align = align or "l" + "r" * (len(head) - 1)
     ruler = ["---:" if side == "r" else "---" for side in align]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, ruler, *rows))
+
+
+def fill_template(file: Path, **values: Any) -> str:
+    """A text from a template of jinja's; a name in it that is not given is an error."""
+    from jinja2 import StrictUndefined, Template
+
+    text = file.read_text("utf-8")
+    template = Template(
+        text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    return template.render(**values)
+
+
+def read_asset(package: str, name: str) -> str:
+    """A text file of the folder `assets` of a package."""
+    return resources.files(package).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def hash_source(text: str) -> str:
+    """The hash by which a content policy allows a script or a style sheet."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 @contextlib.contextmanager

@@ -11,17 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.store import markdown_table, write_text
+from selfjudge.store import fill_template, write_text
 from selfjudge.train.thresholds import count_above
 
 BINS = 10
 QUALITIES = (0.8, 0.9, 0.95)
-MEANING = {
-    "f1": "F is the best F1, the stricter of its two readings (positive is acceptable, or is must-reject)."
-    " R rejects the share it was asked for, and is never more permissive than F.",
-    "youden": "F is where Youden's J is largest, R rejects the share it was asked for.",
-}
-"""What F and R mean, by the setting `threshold_f`."""
 
 
 @dataclass(frozen=True)
@@ -65,42 +59,12 @@ def write_card(folder: Path, judge: JudgeConfig, evidence: Evidence) -> None:
 
 def format_card(judge: JudgeConfig, evidence: Evidence) -> str:
     """The card in Markdown."""
-    limit = judge.margin_limit
-    score = [
-        "" if judge.score == "likelihood" else f", score {judge.score}",
-        "" if judge.suffix_length is None else f", N = {judge.suffix_length}",
-        f" without the first {judge.suffix_gap}" if judge.suffix_gap else "",
-        "" if judge.tau is None else f", τ = {judge.tau:.2f}",
-        "" if judge.acceptable is None else " by a stated share",
-    ]
-    named = {name: judge.thresholds[name] for name in ("F", "R", "F_accept", "F_reject", "Youden")}
     curve = dict(judge.quality_curve)
+    named = {name: judge.thresholds[name] for name in ("F", "R", "F_accept", "F_reject", "Youden")}
     named |= {f"rejects {q:.0%} of bad substitutions (`--quality {q}`)": curve[q] for q in QUALITIES}
-    sources = [(name, f"{row['rows']:,}", f"{row['acceptable']:.1%}") for name, row in evidence.sources.items()]
-    thresholds = [
-        (name, f"{theta:.3f}", *(f"{share:.1%}" for share in reversed(evidence.locate(theta))))
-        for name, theta in named.items()
-    ]
-    bins = [(f"{low:.2f} to {high:.2f}", f"{n:,}", f"{share:.1%}") for low, high, n, share in evidence.bin_scores()]
-    return (
-        Path(__file__)
-        .with_name("card.md")
-        .read_text("utf-8")
-        .format(
-            judge=judge,
-            **judge.metrics,
-            limit=f"\nIt has no say where the target prefers its own token by more than {limit:g} nats."
-            if limit
-            else "",
-            score="".join(score),
-            sources=markdown_table(["source", "labels", "acceptable"], sources),
-            thresholds=markdown_table(
-                ["threshold", "θ", "acceptable tokens accepted", "unacceptable tokens accepted"], thresholds
-            ),
-            meaning=MEANING[evidence.threshold_f],
-            bins=markdown_table(["score", "rows", "acceptable"], bins),
-        )
-    )
+    thresholds = [(name, theta, *reversed(evidence.locate(theta))) for name, theta in named.items()]
+    file = Path(__file__).with_name("card.md")
+    return fill_template(file, judge=judge, evidence=evidence, thresholds=thresholds)
 
 
 def draw(file: Path, judge: JudgeConfig, evidence: Evidence) -> None:

@@ -28,52 +28,23 @@ LEFT_BY_A_KILL = ("README.md", "roc.png", "run.json", "prompts.json", "model.saf
 class TrainConfig:
     """Settings that decide a judge."""
 
-    features: str = setting(
-        "hidden+margin",
-        "What the judge reads: the hidden state (as in the paper), with the margin, and with the state before.",
-        choices=FEATURES,
-    )
-    originals: bool = setting(
-        False, "Learn from the target's own tokens as well, as acceptable rows, as public code does."
-    )
-    score: str = setting(
-        "likelihood",
-        "What labels by likelihood compare: the printed formula, or confidence, how sure the target stays, as the"
-        " released code does; τ comes from the stored evidence.",
-        choices=SCORES,
-    )
-    suffix_length: int | None = setting(
-        None, "Label again from the stored scores with this N; τ comes from the stored evidence.", minimum=0
-    )
-    suffix_gap: int = setting(
-        0,
-        "Label again without this many tokens right after the substitution; τ comes from the stored evidence.",
-        minimum=0,
-    )
+    features: str = setting("hidden+margin", "What the judge reads; the paper's reads hidden alone.", choices=FEATURES)
+    originals: bool = setting(False, "Learn from the target's own tokens, too, as acceptable rows.")
+    score: str = setting("likelihood", "What labels by likelihood compare: see docs/train.md.", choices=SCORES)
+    suffix_length: int | None = setting(None, "Label again with this N; τ from the evidence.", minimum=0)
+    suffix_gap: int = setting(0, "Label again without this many tokens right after the substitution.", minimum=0)
     tau: float | None = setting(None, "Label again from the stored scores with this τ.")
-    acceptable: float | None = setting(
-        None, "Label again with the τ that calls this share of the mismatches acceptable, such as 0.3.", above=0
-    )
+    acceptable: float | None = setting(None, "Label again: the share of mismatches to call acceptable.", above=0)
     margin_limit: float | None = setting(
         None,
-        "The judge has no say, and learns nothing, where the target prefers its own token by more nats than this.",
+        "Leave the choice to the target where it prefers its own token by more nats than this.",
         above=0,
         maximum=-LOWEST,
     )
-    sources: tuple[str, ...] = setting(
-        (), "Learn only from these sources of prompts, such as self or gsm8k,dolly; from all if none is named."
-    )
-    reject: float = setting(
-        0.9, "Threshold R rejects at least this share of the bad substitutions.", above=0, maximum=1
-    )
-    threshold_f: str = setting(
-        "f1", "What threshold F is: the best F1, or the largest Youden's J.", choices=("f1", "youden")
-    )
-    as_released: bool = setting(
-        False,
-        "Label and train as the authors' code does: score confidence, τ for 20.9 % acceptable mismatches unless given,"
-        " features hidden, originals, F by Youden's J, R rejects 80 %.",
-    )
+    sources: tuple[str, ...] = setting((), "Learn only from these sources of prompts; from all if none is named.")
+    reject: float = setting(0.9, "Share of bad substitutions that threshold R rejects.", above=0, maximum=1)
+    threshold_f: str = setting("f1", "Threshold F: best F1, or largest Youden's J.", choices=("f1", "youden"))
+    as_released: bool = setting(False, "Label and train as the authors' code does: see docs/train.md.")
     seed: int = setting(0, "Seed of the split by prompts.")
 
     def check(self) -> None:

@@ -21,7 +21,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.train.dataset import Chunk, LabelledRows
 from selfjudge.train.thresholds import roc_auc
-from selfjudge.types import Notify
+from selfjudge.types import Notify, ignore
 
 GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))
 LOOSE = 100.0  # C of the margin: a single column needs no regularisation
@@ -140,7 +140,7 @@ def fit_linear(
     *,
     originals: bool = False,
     device: torch.device | None = None,
-    notify: Notify = lambda stage, share: None,
+    notify: Notify = ignore,
     grid: Sequence[float] = GRID,
 ) -> Fitted:
     """A judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`, the first of equals.

@@ -28,7 +28,7 @@ from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 from selfjudge.train.dataset import PARTS, LabelledRows
 from selfjudge.train.fit import Fitted, fit_linear, predict
 from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, roc_auc
-from selfjudge.types import Notify
+from selfjudge.types import Notify, ignore
 
 
 def train_judge(
@@ -37,7 +37,7 @@ def train_judge(
     config: TrainConfig | None = None,
     *,
     device: str | None = None,
-    notify: Notify = lambda stage, share: None,
+    notify: Notify = ignore,
 ) -> dict[str, Any]:
     """Train a judge on finished label folders of one target and write its folder; returns its `config.json`.
 

@@ -49,38 +49,18 @@ class TuneConfig:
     """What is to be certified, on which prompts, and which rules are tried."""
 
     tasks: tuple[str, ...] = setting((), "Tasks to calibrate on, with a split if it is not `test`: `gsm8k/train`.")
-    prompts: Path | None = setting(
-        None, "Your own prompts instead: jsonl with `prompt` or `messages`, and `answer` or `check`, `group`, if any."
-    )
+    prompts: Path | None = setting(None, "Your own prompts instead: jsonl with answer, check and group, if any.")
     epsilon: float = setting(0.03, "The most that may be lost: 0.03 is 3 points of the score.", above=0)
     delta: float = setting(0.05, "The certificate is wrong with at most this probability.", above=0)
     limit: int | None = setting(None, "Prompts to use, drawn by a hash; all if not given.", minimum=1)
     families: tuple[str, ...] = setting(FAMILIES, "Families of rules to try.", choices=FAMILIES)
-    measure: str = setting(
-        "auto",
-        "What must be kept: score, same_answer or overlap (of words, with exact); auto is the score if prompts have"
-        " one, else overlap.",
-        choices=MEASURES,
-    )
+    measure: str = setting("auto", "What must be kept; auto: the score, else overlap.", choices=MEASURES)
     gamma: int | None = setting(None, "Draft tokens per cycle; measured if not given.", minimum=1, maximum=MAX_GAMMA)
-    max_new_tokens: int | None = setting(
-        None, "Maximum new tokens of an answer; the task's own number if not given, for a file 256.", minimum=1
-    )
+    max_new_tokens: int | None = setting(None, "Maximum new tokens; the task's, for a file 256.", minimum=1)
     batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
-    minutes: float | None = setting(
-        None,
-        "Time limit in minutes: the run ends with what is certified by then. If not given: 12 on a CPU, else none.",
-        above=0,
-    )
-    similar: float = setting(
-        SIMILAR,
-        "Prompts that share so much of their 3-word pieces, or more, count as one; 1 joins equal ones alone.",
-        above=0,
-        maximum=1,
-    )
-    times: bool = setting(
-        True, "Measure tokens/s; without, tokens per target pass choose. Not on a machine that does other work."
-    )
+    minutes: float | None = setting(None, "Time limit; on a CPU 12 if not given, else none.", above=0)
+    similar: float = setting(SIMILAR, "Prompts with so many 3-word pieces in common count as one.", above=0, maximum=1)
+    times: bool = setting(True, "Measure tokens/s; without, tokens per target pass choose.")
     examples: int = setting(5, "Lost and gained answers of each kind that the certificate shows.", minimum=0)
     sign: Path | None = setting(None, "Sign the recipe with this Ed25519 key, as `ssh-keygen -t ed25519` makes one.")
     data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")

@@ -39,7 +39,7 @@ from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, Recipe, make_recipe, se
 from selfjudge.tune.signature import SIGNATURE, sign
 from selfjudge.tune.trials import DIGITS, RuleTrial, TuneResult, Tuning
 from selfjudge.tune.verify import CERTIFICATE, describe_overlap, pack, summarise
-from selfjudge.types import Notify, Warn
+from selfjudge.types import Notify, Warn, ignore
 
 ATTEMPT = "attempt"
 """The part of a folder that says which attempt of the ledger it is."""
@@ -55,8 +55,8 @@ def tune_pair(
     judge: Judge | str | Path | None = None,
     answerer: Answerer | None = None,
     vllm_flags: Flags = lambda recipe, folder: None,
-    notify: Notify = lambda stage, share: None,
-    warn: Warn = lambda text: None,
+    notify: Notify = ignore,
+    warn: Warn = ignore,
 ) -> Recipe:
     """Find the fastest rule whose loss is certified, in the folder `out`. Resumes an earlier call.
 

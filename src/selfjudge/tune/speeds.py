@@ -20,7 +20,7 @@ from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer, Answers
 from selfjudge.store.load import LoadWatch
 from selfjudge.tasks import Prompt, Row
-from selfjudge.types import Notify, Origin
+from selfjudge.types import Notify, Origin, ignore
 
 TIMED_TOKENS = {"cpu": 32, "cuda": 256}
 """Tokens of an answer that is timed, by device: 32 of a fast one would time the prefill."""
@@ -111,7 +111,7 @@ class Clock:
     plan: Callable[[str, int], RuleRun]
     """A rule's text and γ → its run; refused if the two do not fit."""
     max_new_tokens: int
-    notify: Notify = lambda stage, share: None
+    notify: Notify = ignore
 
     def measure(self, prompts: Sequence[Prompt], rules: Sequence[str], gammas: Sequence[int]) -> tuple[list[Row], str]:
         """Rows of plain decoding (if the answerer takes any γ), `exact` and these rules, and why they are not reliable.

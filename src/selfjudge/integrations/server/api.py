@@ -27,21 +27,11 @@ from selfjudge.integrations.hosts import HostNames
 from selfjudge.integrations.server.completions import Completion, Encoder
 from selfjudge.integrations.server.playground import headers, page
 from selfjudge.integrations.server.scheduler import Scheduler
-from selfjudge.integrations.server.schema import ChatRequest, TextRequest
+from selfjudge.integrations.server.schema import COMPLAINTS, ChatRequest, TextRequest
 from selfjudge.store import parse_json
 
 ENDPOINTS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 OPEN = ("/", "/health")  # need no key: the playground's page asks for it itself
-WORDS = {
-    "missing": "is missing",
-    "extra_forbidden": "this server does not know such a field",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-    "greater_than": "must be more than {gt}",
-}
-"""Kinds of pydantic's complaints that its own words describe by its classes, or otherwise than our settings do."""
 BODY_SECONDS = 30.0  # time that a client has to send the body of its request
 
 
@@ -176,8 +166,8 @@ def _find_path(complaint: Mapping[str, Any], body: Any) -> tuple[str, ...]:
 
 
 def _describe(complaint: Mapping[str, Any]) -> str:
-    if complaint["type"] in WORDS:
-        return WORDS[complaint["type"]].format(**complaint.get("ctx", {}))
+    if complaint["type"] in COMPLAINTS:
+        return COMPLAINTS[complaint["type"]].format(**complaint.get("ctx", {}))
     words = str(complaint["msg"]).removeprefix("Value error, ").replace(" after validation", "")
     return re.sub(r"^\w+ should ", "must ", words)
 

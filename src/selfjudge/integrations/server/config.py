@@ -28,38 +28,22 @@ class ServerConfig:
     """Rule, threshold, price and γ of requests that name none."""
     temperature: float = setting(0.0, "Temperature of requests that name none; 0 is greedy.", minimum=0, maximum=2)
     name: str | None = setting(None, "What clients call the model; the pair's name if not given.")
-    api_key: str | None = setting(
-        None, "Key that clients must send, or several with commas; SELFJUDGE_API_KEY if not given, or none."
-    )
+    api_key: str | None = setting(None, "Key of clients, or several with commas; else SELFJUDGE_API_KEY, or none.")
     engine: str = setting("auto", "What runs the models.", choices=ENGINES)
-    allowed_host: tuple[str, ...] = setting(
-        (), "Name that clients may ask this server by, besides those of this machine; * is any. May be given again."
-    )
+    allowed_host: tuple[str, ...] = setting((), "Another name of this server that clients may use; * is any.")
     max_batch: int = setting(8, "Answers decoded at a time.", minimum=1)
-    max_batches: int = setting(
-        4, "Different rules decoded at a time; on CUDA each keeps a cache of its own.", minimum=1
-    )
+    max_batches: int = setting(4, "Different rules decoded at a time; on CUDA each has a cache.", minimum=1)
     max_queue: int = setting(64, "Requests that may wait, shared out among the keys; more get a 429.", minimum=1)
     max_context: int = setting(4096, "Most tokens of a prompt with its answer.", minimum=2)
     max_tokens: int = setting(1024, "Most tokens of an answer.", minimum=1)
-    max_prompt_bytes: int | None = setting(
-        None, f"Most bytes of a prompt; {BYTES_PER_TOKEN} for each token of --max-context if not given.", minimum=1
-    )
+    max_prompt_bytes: int | None = setting(None, f"Most bytes of a prompt; else {BYTES_PER_TOKEN} a token.", minimum=1)
     max_body: int = setting(1 << 20, "Most bytes of a request.", minimum=1)
     max_connections: int = setting(256, "Connections that may be open; more get a 503.", minimum=1)
     header_timeout: float = setting(10.0, "Seconds that a client has to send the head of a request in.", above=0)
     timeout: float = setting(600.0, "Seconds after which a request is given up.", above=0)
     grace: float = setting(30.0, "Seconds that running answers have to end in at SIGTERM.", minimum=0)
-    shadow: float = setting(
-        0.0,
-        "Share of the requests that is decoded both ways while there is time, to watch the certificate of --recipe;"
-        " exact takes over once it is refuted.",
-        minimum=0,
-        maximum=1,
-    )
-    shadow_keep: Path | None = setting(
-        None, "File for prompts and answers of that share; nothing of them is kept if not given."
-    )
+    shadow: float = setting(0.0, "Share of requests decoded both ways, to watch a certificate.", minimum=0, maximum=1)
+    shadow_keep: Path | None = setting(None, "File for prompts and answers of that share; else none is kept.")
 
     def check(self) -> None:
         """Refuse values that no server can have."""

@@ -12,8 +12,8 @@ from typing import Literal
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
-from selfjudge.integrations.shadow import Shadow
 from selfjudge.store.load import LoadWatch
+from selfjudge.tune.monitor import Shadow
 from selfjudge.types import Generation, Piece
 
 Failure = Literal["cancelled", "timeout", "shutdown", "error"]

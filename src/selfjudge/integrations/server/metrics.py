@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import resources
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from selfjudge.store import read_asset
 
 PREFIX = "selfjudge_"
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MODES = ("judged", "off")
 """Values of the label `mode`: whether a draft could be accepted against the target's choice."""
 
-DECLARED = json.loads(resources.files(__package__).joinpath("assets", "metrics.json").read_text(encoding="utf-8"))
+DECLARED = json.loads(read_asset(__package__, "metrics.json"))
 """What there is to count, and what each name means."""
 
 

@@ -5,15 +5,13 @@ Our own server answers `/` itself. In front of vLLM's server the page comes from
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, send_response
+from selfjudge.store import hash_source, read_asset
 
 if TYPE_CHECKING:
     from selfjudge.tune.recipe import Recipe
@@ -27,14 +25,14 @@ MIDDLEWARE = "selfjudge.integrations.server.playground.Playground"
 @cache
 def page() -> str:
     """The whole page. It says nothing about the server: that comes from `/v1/models`, which may need a key."""
-    return _asset(__package__, "playground.html").replace("/*STYLE*/", _style()).replace("/*SCRIPT*/", _script())
+    return read_asset(__package__, "playground.html").replace("/*STYLE*/", _style()).replace("/*SCRIPT*/", _script())
 
 
 @cache
 def headers() -> dict[str, str]:
     """Headers of the page: only its own script and style sheet run, and it talks to this server alone."""
     policy = {
-        "default-src": "'none'", "script-src": f"'{_hash(_script())}'", "style-src": f"'{_hash(_style())}'",
+        "default-src": "'none'", "script-src": f"'{hash_source(_script())}'", "style-src": f"'{hash_source(_style())}'",
         "connect-src": "'self'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'",
         "frame-ancestors": "'none'", "require-trusted-types-for": "'script'",
     }  # fmt: skip
@@ -93,16 +91,8 @@ class Playground:
 
 def _style() -> str:
     """The report's colours, controls and tokens, then what is the playground's own."""
-    return _asset("selfjudge.report", "page.css") + _asset(__package__, "playground.css")
+    return read_asset("selfjudge.report", "page.css") + read_asset(__package__, "playground.css")
 
 
 def _script() -> str:
-    return _asset(__package__, "playground.js")
-
-
-def _asset(package: str, name: str) -> str:
-    return resources.files(package).joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    return read_asset(__package__, "playground.js")

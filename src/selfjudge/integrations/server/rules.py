@@ -8,7 +8,9 @@ from typing import Any
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import Sampling
+from selfjudge.decoding.text import Batch
 from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.types import Gamma
@@ -36,6 +38,12 @@ class BatchKey:
     def mode(self) -> str:
         """The label `mode` of the metrics: `judged` where drafts may be accepted against the target's choice."""
         return "off" if self.rule.lossless or self.gamma == 0 else "judged"
+
+    def make_batch(self, pair: Pair, config: ServerConfig) -> Batch:
+        """An empty batch of answers that are decoded so."""
+        rows = 1 if self.background else config.max_batch
+        options: dict[str, Any] = {"length": config.max_context, "engine": config.engine, "trace": self.trace}
+        return Batch(pair, self.rule, gamma=self.gamma, rows=rows, **options)
 
     def as_json(self) -> dict[str, Any]:
         rule = self.rule

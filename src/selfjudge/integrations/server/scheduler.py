@@ -27,16 +27,51 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, ShadowJobs, Update
 from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
-from selfjudge.integrations.server.warm_up import WarmUp, warm_up
-from selfjudge.integrations.shadow import Shadow
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store.load import LoadWatch
-from selfjudge.tune.monitor import watch
+from selfjudge.tune.monitor import Shadow, watch
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import Notify
+from selfjudge.types import Notify, Tell, ignore
 
 LOG = logging.getLogger("selfjudge.server")
+CAPTURE_SECONDS = 20.0
+"""Time for captures before the server is ready; those that are left follow while it is idle."""
+CUDA_PROMPTS = (40, 40, 600)
+"""Tokens of the prompts that are tried out on CUDA: short ones, whose graph is captured the second time; a long one."""
+
+
+class WarmUp:
+    """A batch of the server's own rule, as large as it may get, and the cycles of it that are not captured yet."""
+
+    def __init__(self, pair: Pair, choice: BatchKey, config: ServerConfig) -> None:
+        self.pair, self.context, self.done = pair, config.max_context, False
+        self._batch = choice.make_batch(pair, config)
+
+    def try_out(self) -> None:
+        """Answer prompts: what does not work ends the program here, and the first request finds everything compiled."""
+        token, on_cuda = next(iter(self.pair.eos_ids), 0), self.pair.target.device.type == "cuda"
+        for length in CUDA_PROMPTS if on_cuda else (1,):
+            self._batch.add([token] * max(1, min(length, self.context - 3)), max_new_tokens=3)
+            while len(self._batch):
+                self._batch.step()
+        self._batch.close()
+
+    def capture(self, seconds: float, notify: Tell = ignore) -> None:
+        """Capture cycles for about so many seconds, at least one; afterwards `done` says whether none is left."""
+        try:
+            self.done = self._batch.capture(seconds, notify)
+        except torch.OutOfMemoryError:
+            LOG.warning("not all graphs fit into the memory of the device: others are captured when they are needed")
+            self.done = True
+
+
+def warm_up(pair: Pair, choice: BatchKey, config: ServerConfig, notify: Notify) -> WarmUp:
+    """Try out answers under the server's own rule, and capture its cycles for at most CAPTURE_SECONDS."""
+    made = WarmUp(pair, choice, config)
+    made.try_out()
+    made.capture(CAPTURE_SECONDS, partial(notify, "capturing graphs"))
+    return made
 
 
 @dataclass
@@ -228,16 +263,7 @@ class Scheduler:
         active = self._active.get(job.choice)
         try:
             if active is None:
-                batch = Batch(
-                    self.pair,
-                    job.choice.rule,
-                    gamma=job.choice.gamma,
-                    rows=1 if job.choice.background else self.config.max_batch,
-                    length=self.config.max_context,
-                    engine=self.config.engine,
-                    trace=job.choice.trace,
-                )
-                active = _ActiveBatch(batch)
+                active = _ActiveBatch(job.choice.make_batch(self.pair, self.config))
             answer = active.batch.add(
                 job.prompt, max_new_tokens=job.max_new_tokens, stop=job.stop, seed=job.seed, streamed=job.streamed
             )
@@ -312,11 +338,7 @@ def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
 
 
 def start_scheduler(
-    pair: Pair,
-    judge: Judge | None,
-    config: ServerConfig,
-    recipe: Recipe | None = None,
-    notify: Notify = lambda stage, share: None,
+    pair: Pair, judge: Judge | None, config: ServerConfig, recipe: Recipe | None = None, notify: Notify = ignore
 ) -> Scheduler:
     """What the server decodes with, tried out and started; needs none of the packages for HTTP.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -16,12 +15,15 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import EMPTY_PROMPT
 from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.store import read_asset
 
-_FIELDS = json.loads(resources.files(__package__).joinpath("assets", "openai.json").read_text(encoding="utf-8"))
+_FIELDS = json.loads(read_asset(__package__, "openai.json"))
 IGNORED: list[str] = _FIELDS["ignored"]
 """Fields of OpenAI's API that are accepted and change nothing."""
 UNSUPPORTED: dict[str, list[Any]] = _FIELDS["unsupported"]
 """Fields that are not supported, and the values at which they change nothing."""
+COMPLAINTS: dict[str, str] = _FIELDS["complaints"]
+"""Kinds of pydantic's complaints that its own words describe by its classes, or otherwise than our settings do."""
 
 
 def _within(config: type, name: str) -> Any:

@@ -19,9 +19,8 @@ from typing import Any
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, left, read_body, refuse, replay
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.shadow import Shadow
 from selfjudge.integrations.vllm.config import KEY, parse_object
-from selfjudge.tune.monitor import watch
+from selfjudge.tune.monitor import Shadow, watch
 from selfjudge.tune.recipe import Recipe
 
 VARIABLE = "SELFJUDGE_SHADOW"
