@@ -261,10 +261,6 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "recipe that was changed": [*ask, "--recipe", str(folder / "changed")],
         "key that is none": [*tune, "--sign", str(folder / "asked.jsonl")],
         "shadow of exact": ["serve", "--recipe", str(folder / "tuned-exact"), "--shadow", "0.1"],
-        "a file without shadow": [*serve, "--shadow-keep", str(folder / "kept.jsonl")],
-        "a folder to keep requests in": [
-            "serve", "--recipe", str(folder / "tuned-words"), "--shadow", "0.1", "--shadow-keep", str(folder)
-        ],
         "vllm and a recipe of others": [*vllm, "--recipe", str(folder / "tuned")],
         "recipe and rule": [*ask, "--recipe", str(folder / "tuned"), "--rule", "topk:2"],
         "a demo into a folder": ["demo", "--out", str(folder)],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import stat
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from fake_certificate import recipe_folder
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.tune.certify import Claim, compute_log_capital, find_upper_bound
-from selfjudge.tune.monitor import FIGURES, Monitor, keep, watch
+from selfjudge.tune.monitor import FIGURES, Monitor, watch
 from selfjudge.tune.recipe import Recipe
 
 LOSSES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=40)
@@ -131,22 +129,3 @@ def test_what_is_watched_is_what_was_certified_or_what_the_calibration_showed(ti
         monitor("exact", rule="exact", certified=False)
     with pytest.raises(SelfJudgeError, match="give `recipe`"):
         watch(None)
-
-
-def test_a_file_that_cannot_be_written_is_refused_at_once(tiny_pair: Pair, tmp_path: Path) -> None:
-    recipe = Recipe.load(recipe_folder(tmp_path / "tuned", tiny_pair, measure="overlap"))
-    for file in (tmp_path, tmp_path / "missing" / "kept.jsonl"):
-        with pytest.raises(SelfJudgeError, match=r"`shadow_keep` .* cannot be written: "):
-            watch(recipe, file)
-    kept = tmp_path / "kept.jsonl"
-    kept.write_text("{}\n")
-    watch(recipe, kept)
-    assert kept.read_text() == "{}\n"
-
-
-def test_what_is_kept_is_for_its_owner_alone(tmp_path: Path) -> None:
-    file = tmp_path / "kept.jsonl"
-    keep(file, {"prompt": "ü"})
-    keep(file, {"prompt": "b"})
-    assert [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()] == ["ü", "b"]
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600

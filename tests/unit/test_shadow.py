@@ -33,10 +33,10 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
     """Schedulers under topk:9, which changes nearly all words, that decode all requests both ways."""
     begun: list[Scheduler] = []
 
-    def one(bound: float, n: int = 40, file: Path | None = None, share: float = 1.0) -> Scheduler:
+    def one(bound: float, n: int = 40, share: float = 1.0) -> Scheduler:
         rules, metrics = Rules(tiny_pair, None, RuleRequest("topk:9", gamma=2)), Metrics()
         scheduler = Scheduler(tiny_pair, rules, ServerConfig(max_context=90), metrics)
-        shadow = Shadow(Monitor(bound, 0.05, n), share, file, LOG, metrics.registry)
+        shadow = Shadow(Monitor(bound, 0.05, n), share, LOG, metrics.registry)
         scheduler.shadow = ShadowJobs(shadow, rules, metrics)
         begun.append(scheduler)
         return scheduler
@@ -144,7 +144,7 @@ def test_second_answers_wait_for_a_calm_engine_and_never_hold_up_the_end(begin: 
     assert not scheduler.alive
 
 
-def test_nothing_of_a_request_is_kept_unless_a_file_is_named(
+def test_nothing_of_a_request_is_kept(
     begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -164,15 +164,6 @@ def test_nothing_of_a_request_is_kept_unless_a_file_is_named(
     words = [f"w{i}" for i in range(2, 57)]
     shown = " ".join([scheduler.metrics.text(), *(record.getMessage() for record in caplog.records)]).split()
     assert not set(words) & set(shown)
-    kept = begin(0.99, file=tmp_path / "kept.jsonl")
-    kept.start()
-    first = result(ask(kept, 6))
-    settled(kept, 1)
-    (row,) = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
-    assert row["shown"] == first.text
-    assert row["prompt"] == "w1 w2"
-    assert row["exact"] == result(ask(kept, 6, off=True)).text
-    assert 0 < row["difference"] <= 1
 
 
 class App:
@@ -205,8 +196,8 @@ class App:
 class Front:
     """The middleware before such a server."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0, keep: Path | None = None):
-        settings = {"recipe": str(folder), "share": share, "keep": None if keep is None else str(keep)}
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0):
+        settings = {"recipe": str(folder), "share": share}
         monkeypatch.setenv(middleware.VARIABLE, json.dumps(settings))
         self.app, self.registry = App(), CollectorRegistry()
         self.layer = middleware.ShadowMiddleware(self.app, self.registry)
@@ -243,9 +234,9 @@ def recipe(tiny_pair: Pair, tmp_path: Path) -> Path:
 
 
 def test_vllm_requests_are_asked_twice_until_the_certificate_is_refuted(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    front = Front(recipe, monkeypatch, keep=tmp_path / "kept.jsonl")
+    front = Front(recipe, monkeypatch)
 
     async def traffic() -> str:
         for i in range(40):
@@ -267,9 +258,6 @@ def test_vllm_requests_are_asked_twice_until_the_certificate_is_refuted(
     assert "secret" not in line.message
     assert front.registry.get_sample_value("selfjudge_shadow_switched_off") == 1
     assert front.outcomes() == {"counted": front.monitor.count}
-    rows = [json.loads(text) for text in (tmp_path / "kept.jsonl").read_text().splitlines()]
-    assert rows[0]["prompt"][0]["content"] == "a secret"
-    assert (rows[1]["exact"], rows[1]["shown"].strip()) == ("the same words", "the other ones")
 
 
 def test_vllm_requests_that_cannot_be_compared_pass_untouched(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

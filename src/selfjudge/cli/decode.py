@@ -35,7 +35,7 @@ FIGURES = (
     "tokens_per_second", "speed_over_plain",
 )  # fmt: skip
 """What `--json` prints of a generation as it is."""
-SHARED = ("default_rule", "name", "api_key", "allowed_host", "shadow", "shadow_keep")
+SHARED = ("default_rule", "name", "api_key", "allowed_host", "shadow")
 """Settings of our server that vLLM's takes, too."""
 TINTS = {"draft": "green", "judge": "black on yellow", "target": ""}
 LEGEND = {
@@ -213,7 +213,7 @@ def serve(
     if config.shadow:
         from selfjudge.tune.monitor import watch
 
-        watch(setup.recipe, config.shadow_keep)  # refuses what cannot be watched
+        watch(setup.recipe)  # refuses what cannot be watched
     if backend == "vllm":
         _refuse_torch_options(setup.models, config)
         _serve_vllm(setup, config, ["--host", host, "--port", str(port), *shlex.split(vllm)])
@@ -274,9 +274,7 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     more = ["--middleware", HOSTS, "--allowed-origins", "[]", *more]
     if config.shadow:
         assert recipe is not None
-        kept = None if config.shadow_keep is None else str(config.shadow_keep.absolute())
-        watched = {"recipe": str(recipe.folder.absolute()), "share": config.shadow, "keep": kept}
-        os.environ[VARIABLE] = json.dumps(watched)
+        os.environ[VARIABLE] = json.dumps({"recipe": str(recipe.folder.absolute()), "share": config.shadow})
         more = ["--middleware", SHADOW, *more]
     arguments = command(
         models.name,

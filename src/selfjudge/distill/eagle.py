@@ -164,24 +164,19 @@ class HeadLearner:
 
     @torch.no_grad()
     def measure(self) -> HeldOutScore:
-        """m at γ = `unroll`, greedy and exact, and how often each step is right where those before it are."""
-        seen: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2, self.unroll, dtype=torch.long))
+        """m at γ = `unroll`, greedy and exact."""
         passes: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         for rows in self.data.held_out.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0)):
             batch = read_batch(self.target, self.head.config.aux_layers, self.data.held_out, rows)
             lengths = self._right_in_a_row(batch).cpu()
             for row, i in enumerate(rows.tolist()):
                 first, end = int(batch.prompts[row]) - 1, int(batch.lengths[row]) - 2
-                accepted = lengths[row, first : max(first, end)]
-                tokens, cycles = simulate(accepted.tolist())
+                tokens, cycles = simulate(lengths[row, first : max(first, end)].tolist())
                 for key in ("all", self.data.held_out.sources[i]):
-                    seen[key] += reached_and_right(accepted, self.unroll)
                     passes[key][0] += tokens
                     passes[key][1] += cycles
         m = {key: round(tokens / max(1, cycles), 4) for key, (tokens, cycles) in passes.items()}
-        top1 = {key: [round(float(share), 4) for share in n[1] / n[0].clamp_min(1)] for key, n in seen.items()}
-        text = f"m {m['all']:.3f} at γ = {self.unroll}, top-1 {top1['all'][0]:.1%}"
-        return HeldOutScore(m["all"], {"m": m, "top1": top1}, text)
+        return HeldOutScore(m["all"], {"m": m}, f"m {m['all']:.3f} at γ = {self.unroll}")
 
     def _right_in_a_row(self, batch: TargetPass) -> Tensor:
         """[B, T] how many tokens of the draft that begins there would be accepted."""
@@ -232,17 +227,6 @@ def simulate(accepted: Sequence[int]) -> tuple[int, int]:
         index += accepted[index] + 1
         cycles += 1
     return len(accepted), cycles
-
-
-def reached_and_right(accepted: Tensor, steps: int) -> Tensor:
-    """[2, steps] how many drafts of each step have right ones alone before them, and how many are right themselves.
-
-    A draft beyond the end of the answer is neither.
-    """
-    room = torch.arange(len(accepted), 0, -1)
-    step = torch.arange(steps)[:, None]
-    reached = (accepted >= step) & (room > step)
-    return torch.stack([reached.sum(1), (reached & (accepted > step)).sum(1)])
 
 
 def unrolled_loss(hidden: Tensor, weights: Tensor, states: Tensor, output: Tensor, cap: float | None) -> Tensor:

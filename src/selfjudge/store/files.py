@@ -211,7 +211,8 @@ def fill_template(file: Path, **values: Any) -> str:
     template = Template(
         text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
-    return template.render(**values)
+    filled: str = template.render(**values)
+    return filled
 
 
 def read_asset(package: str, name: str) -> str:

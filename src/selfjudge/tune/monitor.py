@@ -11,15 +11,11 @@ torch.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
 import threading
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_overlap
@@ -29,7 +25,6 @@ from selfjudge.tune.recipe import Recipe
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-LOG = logging.getLogger(__name__)
 WORDS = 512  # words of an answer that are compared: the time grows with their square, and the server waits
 WAITING = 16
 """Requests that may wait for an idle engine; while so many do, no other is chosen."""
@@ -92,19 +87,14 @@ class Monitor:
         )
 
 
-def watch(recipe: Recipe | None, keep_in: Path | None = None) -> Monitor:
-    """The monitor of a recipe's certificate. `keep_in`, the file for requests decoded both ways, must be writable."""
+def watch(recipe: Recipe | None) -> Monitor:
+    """The monitor of a recipe's certificate."""
     if recipe is None:
         raise SelfJudgeError("`shadow` watches what a certificate claims: give `recipe`")
     certificate = recipe.certificate
     if not certificate["certified"]:
         raise SelfJudgeError(f"{recipe.folder} is a recipe for exact, which loses nothing: leave out `shadow`")
     bound = certificate["epsilon"] if certificate["measure"] == "overlap" else certificate["overlap"]["bound"]
-    if keep_in is not None:
-        try:
-            os.close(_open(keep_in))
-        except OSError as error:
-            raise SelfJudgeError(f"`shadow_keep` {keep_in} cannot be written: {error.strerror}") from None
     return Monitor(bound, certificate["delta"], certificate["n"])
 
 
@@ -113,35 +103,17 @@ def compute_loss(exact: str, shown: str) -> float:
     return 1.0 - compute_overlap(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
 
 
-def keep(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a file that its owner alone may read; if that fails, a warning says so, and watching goes on."""
-    try:
-        with os.fdopen(_open(path), "a", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    except OSError as error:
-        LOG.warning("a request that was decoded both ways could not be kept: %s", error)
-
-
-def _open(path: Path) -> int:
-    """A descriptor that appends to the file."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-
-
 class Shadow:
     """Chooses a share of the requests, to be answered a second time, exactly; compares the two answers, and says once
     when the certificate is refuted. It is what both servers share.
 
-    Each request that `choose` took ends with one call of `end`. Nothing of prompts and answers is kept unless a file is
-    named for it.
+    Each request that `choose` took ends with one call of `end`. Nothing of prompts and answers is kept.
     """
 
-    def __init__(
-        self, monitor: Monitor, share: float, file: Path | None, log: logging.Logger, registry: CollectorRegistry
-    ) -> None:
+    def __init__(self, monitor: Monitor, share: float, log: logging.Logger, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge
 
-        self.monitor, self.share, self.file, self.log = monitor, share, file, log
+        self.monitor, self.share, self.log = monitor, share, log
         self._outcomes = Counter("selfjudge_shadow_requests_total", OUTCOMES, ["outcome"], registry=registry)
         self._figures = {
             name: Gauge(f"selfjudge_{name}", about, multiprocess_mode="mostrecent", registry=registry)
@@ -162,14 +134,6 @@ class Shadow:
         if not chosen:  # whatever its answer would be: to skip by that would be biased
             self._outcomes.labels("skipped").inc()
         return chosen
-
-    def compare(self, prompt: object, exact: str, shown: str) -> float:
-        """The difference of the two answers to a request; they are kept where a file is named."""
-        difference = compute_loss(exact, shown)
-        if self.file is not None:
-            row = {"time": int(time.time()), "prompt": prompt, "exact": exact, "shown": shown, "difference": difference}
-            keep(self.file, row)
-        return difference
 
     def end(self, difference: float | None) -> None:
         """Count a request by the difference of its answers; None where one is missing."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.decoding.sampling import Sampling
@@ -43,7 +42,6 @@ class ServerConfig:
     timeout: float = setting(600.0, "Seconds after which a request is given up.", above=0)
     grace: float = setting(30.0, "Seconds that running answers have to end in at SIGTERM.", minimum=0)
     shadow: float = setting(0.0, "Share of requests decoded both ways, to watch a certificate.", minimum=0, maximum=1)
-    shadow_keep: Path | None = setting(None, "File for prompts and answers of that share; else none is kept.")
 
     def check(self) -> None:
         """Refuse values that no server can have."""
@@ -57,8 +55,6 @@ class ServerConfig:
             raise SelfJudgeError("`api_key` is empty: give a key, or none at all")
         if len(set(self.keys)) < len(self.keys):
             raise SelfJudgeError("`api_key` names a key twice: give each once")
-        if self.shadow_keep is not None and not self.shadow:
-            raise SelfJudgeError("`shadow_keep` goes with `shadow`")
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
 from selfjudge.store.load import LoadWatch
-from selfjudge.tune.monitor import Shadow
+from selfjudge.tune.monitor import Shadow, compute_loss
 from selfjudge.types import Generation, Piece
 
 Failure = Literal["cancelled", "timeout", "shutdown", "error"]
@@ -89,17 +89,16 @@ class ShadowJobs:
         elif "judge" not in result.origins:
             self.shadow.end(0.0)
         else:
-            send = partial(self._take_second, job, result.text)
+            send = partial(self._take_second, result.text)
             self.waiting.append(
                 CompletionJob(job.prompt, self._exact, job.max_new_tokens, send, job.stop, streamed=bool(job.stop))
             )
 
-    def _take_second(self, job: CompletionJob, shown: str, update: Update) -> None:
+    def _take_second(self, shown: str, update: Update) -> None:
         if update.failure:
             self.shadow.end(None)
         elif update.result is not None:
-            prompt = self.rules.pair.tokenizer.decode(list(job.prompt))
-            self.shadow.end(self.shadow.compare(prompt, update.result.text, shown))
+            self.shadow.end(compute_loss(update.result.text, shown))
 
     def _switch_off(self) -> None:
         self.rules.refuted = True

@@ -346,7 +346,7 @@ def start_scheduler(
     is captured before the start.
     """
     config.check()
-    monitor = watch(recipe, config.shadow_keep) if config.shadow else None
+    monitor = watch(recipe) if config.shadow else None
     if judge is not None:
         judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     rules = Rules(pair, judge, config.default_rule)
@@ -356,8 +356,7 @@ def start_scheduler(
     scheduler = Scheduler(pair, rules, config, Metrics())
     scheduler.warm_up = warm_up(pair, rules.choose(), config, notify)
     if monitor is not None:
-        registry = scheduler.metrics.registry
-        shadow = Shadow(monitor, config.shadow, config.shadow_keep, LOG, registry)
+        shadow = Shadow(monitor, config.shadow, LOG, scheduler.metrics.registry)
         scheduler.shadow = ShadowJobs(shadow, rules, scheduler.metrics)
     if pair.target.device.type == "cuda":
         scheduler.metrics.gauge("device_memory_bytes", torch.cuda.memory_allocated, kind="allocated")

@@ -13,14 +13,13 @@ import contextlib
 import json
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, left, read_body, refuse, replay
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.vllm.config import KEY, parse_object
-from selfjudge.tune.monitor import Shadow, watch
+from selfjudge.tune.monitor import Shadow, compute_loss, watch
 from selfjudge.tune.recipe import Recipe
 
 VARIABLE = "SELFJUDGE_SHADOW"
@@ -33,13 +32,12 @@ PLACES = 8  # of an engine that does not say how many it has
 LOG = logging.getLogger("vllm.selfjudge")  # vLLM shows its own loggers
 
 
-def load_settings() -> tuple[Recipe, float, Path | None]:
-    """What `selfjudge serve --shadow` wrote to the variable: recipe, share of the requests, file to keep them in."""
+def load_settings() -> tuple[Recipe, float]:
+    """What `selfjudge serve --shadow` wrote to the variable: recipe and share of the requests."""
     settings = parse_object(os.environ.get(VARIABLE, ""), VARIABLE)
-    if settings.keys() != {"recipe", "share", "keep"}:
+    if settings.keys() != {"recipe", "share"}:
         raise SelfJudgeError(f"{VARIABLE} does not hold what `selfjudge serve --shadow` writes there")
-    keep = settings["keep"]
-    return Recipe.load(settings["recipe"]), float(settings["share"]), None if keep is None else Path(keep)
+    return Recipe.load(settings["recipe"]), float(settings["share"])
 
 
 class ShadowMiddleware:
@@ -48,9 +46,9 @@ class ShadowMiddleware:
     def __init__(self, app: ASGI, registry: Any = None) -> None:
         from prometheus_client import REGISTRY  # which vLLM shows
 
-        recipe, share, file = load_settings()
+        recipe, share = load_settings()
         self.app, self.under_way = app, 0
-        self.shadow = Shadow(watch(recipe, file), share, file, LOG, registry or REGISTRY)
+        self.shadow = Shadow(watch(recipe), share, LOG, registry or REGISTRY)
         self._second: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,8 +90,7 @@ class ShadowMiddleware:
             second = _ResponseText()
             await self.app(scope, replay(messages, _never), second)
             if (exact := second.text) is not None:
-                prompt = request.get("messages", request.get("prompt"))
-                difference = await asyncio.to_thread(self.shadow.compare, prompt, exact, shown)
+                difference = await asyncio.to_thread(compute_loss, exact, shown)
         finally:
             self.shadow.end(difference)
 
