@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from selfjudge.cli.demo import _ledger_in
 from selfjudge.cli.groups import PairOptions
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.report.demo import demo_page, describe_result, mark_substitutions, with_shown_speeds
+from selfjudge.report.demo import demo_page, describe_result, gain_table, mark_substitutions, with_shown_speeds
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.ledger import find_earlier, ledger_file, note_attempt
 
@@ -186,6 +187,35 @@ def test_the_gain_as_json(run_demo: Run, with_gain: None) -> None:
     assert all(choice and 0 < p <= 1 for _, origin, choice, p, _ in relaxed["tokens"] if origin == "judge")
 
 
+def test_a_relaxed_rule_drafts_as_much_as_exact_and_every_token_counts(
+    tiny_pair: Pair, with_gain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gain, "RULES", {"plain": ("exact", 0), "exact": ("exact", 3), "topk:20": ("topk:20", None)})
+    said: list[tuple[str, float]] = []
+    run = Gain(tiny_pair, DemoConfig(turns=1), lambda stage, share: said.append((stage, share)))
+    assert [(turn, name) for turn, name, _ in run.measure()] == [(1, "plain"), (1, "exact"), (1, "topk:20")]
+    assert [row["gamma_mean"] for row in run.result["rows"]][1:] == [3, 3]
+    assert "topk:20 drafts as much per step as exact did" in gain_table(run.result).note
+    plain = [(stage, share) for stage, share in said if stage.startswith("turn 1 of 1: plain")]
+    assert plain[0] == ("turn 1 of 1: plain", 0)
+    assert plain[-1] == ("turn 1 of 1: plain, 12 of at most 12 tokens", pytest.approx(1 / 3))
+    assert [stage for stage, _ in said][-1].endswith(f"{len(run.answers['topk:20'].tokens)} of 12 tokens")
+    shares = [share for stage, share in said if stage.startswith("turn")]
+    assert shares == sorted(shares)
+    run.answers["exact"] = replace(run.answers["exact"], drafted=0)
+    assert run._like_exact() == 1  # plain decoding was the cheapest: one draft is the least
+
+
+def test_a_slow_machine_is_told_of_a_shorter_way(
+    run_demo: Run, with_gain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "this is slow here" not in run_demo("--turns", "2")[1]
+    monkeypatch.setattr("selfjudge.cli.demo.SLOW", 0)
+    slow = r"^turn 1: plain .*\nthis is slow here: up to 0 min more for this question\. Ctrl-C keeps what is done"
+    assert re.search(slow + ", and --quick takes less than half as long$", run_demo("--turns", "2")[1], re.M)
+    assert re.search(slow + "$", run_demo("--quick")[1], re.M)
+
+
 def test_the_small_demo_leaves_the_large_model_out(run_demo: Run, with_gain: None) -> None:
     code, out, _ = run_demo("--small")
     assert code == 0
@@ -222,7 +252,7 @@ def test_speeds_of_a_busy_machine_are_said_to_be_so(
     code, out, _ = run_demo("--turns", "1")
     assert code == 0
     assert out.count(busy) == 3  # below either table, and in what was gained
-    assert re.search(r"^exact +auto .* busy +busy ", out, re.M)
+    assert re.search(r"^exact +[\d.]+ .* busy +busy ", out, re.M)
     assert re.search(r"^exact +busy +busy .* the same *$", out, re.M)
     gained, cost = out.splitlines()[-3:-1]
     assert busy in gained

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from selfjudge.bench.config import DemoConfig
-from selfjudge.decoding.text import generate
+from selfjudge.decoding.text import generate, stream
 from selfjudge.engine.select import PairEngines
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on
@@ -20,8 +20,13 @@ QUESTION = (
 )
 """Of the kind on which the draft is best: word problems. Open questions gain less."""
 RELAXED = "judged:q0.95"
-RULES: dict[str, tuple[str, Gamma]] = {"plain": ("exact", 0), "exact": ("exact", "auto"), RELAXED: (RELAXED, 4)}
-"""What answers in each turn: names as they are shown, rules and γ; a relaxed answer depends on its γ."""
+RULES: dict[str, tuple[str, Gamma | None]] = {
+    "plain": ("exact", 0),
+    "exact": ("exact", "auto"),
+    RELAXED: (RELAXED, None),
+}
+"""What answers in each turn: names as they are shown, rules and γ; None drafts as much as `exact` did, so that the two
+compare."""
 MOST_TOKENS = 192
 
 
@@ -48,13 +53,12 @@ class Gain:
         """Answer by turns; after each answer its turn, its rule and its seconds."""
         for number, (rule, gamma) in enumerate(self.rules.values()):  # the first passes read the file, or compile
             self.notify("warming up", number / len(self.rules))
-            generate(self.pair, QUESTION, rule, gamma=gamma, max_new_tokens=8)
+            generate(self.pair, QUESTION, rule, gamma="auto" if gamma is None else gamma, max_new_tokens=8)
         load = LoadWatch()
         for turn in range(self.turns):
             for number, (name, (rule, gamma)) in enumerate(self.rules.items()):
-                self.notify(f"turn {turn + 1} of {self.turns}: {name}", (turn + number / len(self.rules)) / self.turns)
                 begun = time.perf_counter()
-                answer = generate(self.pair, QUESTION, rule, gamma=gamma, max_new_tokens=MOST_TOKENS)
+                answer = self._answer(turn, number, name, rule, self._like_exact() if gamma is None else gamma)
                 self.seconds[name].append(time.perf_counter() - begun)
                 self.answers.setdefault(name, answer)
                 if len(self.answers) > 1:  # plain alone shows no gain
@@ -62,6 +66,22 @@ class Gain:
                     self.result["rows"] = [self._row(known, turns) for known in self.answers]
                     self.result["busy"] = load.describe(self.seconds.values())
                 yield turn + 1, name, self.seconds[name][-1]
+
+    def _answer(self, turn: int, number: int, name: str, rule: str, gamma: Gamma) -> Generation:
+        """One answer, its tokens counted as they come; the first one's length is not known before it ends."""
+        words, answers = f"turn {turn + 1} of {self.turns}: {name}", len(self.rules) * self.turns
+        length = len(self.answers["plain"].tokens) if self.answers else MOST_TOKENS
+        of = f"of {length}" if self.answers else f"of at most {length}"
+        answer = stream(self.pair, QUESTION, rule, gamma=gamma, max_new_tokens=MOST_TOKENS)
+        begun = turn * len(self.rules) + number
+        self.notify(words, begun / answers)
+        for count, _ in enumerate(answer, 1):
+            self.notify(f"{words}, {count} {of} tokens", (begun + min(count / length, 1)) / answers)
+        return answer.generation
+
+    def _like_exact(self) -> int:
+        """γ of a relaxed rule: as many drafts per step as `exact` had in the first turn."""
+        return max(1, round(self.answers["exact"].gamma_mean or 0))
 
     def _row(self, name: str, turns: int) -> dict[str, Any]:
         """The figures of a rule: medians of so many turns, the answer of the first."""

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 NOTES = """same start: how much of an answer comes before its first token that differs from plain decoding's.
 log-likelihood: how likely the target finds the answer, per token.
+{unlike}
 The judges' strictness: they reject {quality:.0%} of bad substitutions (--quality {quality})."""
+SLOW = 300
+"""Seconds that the question may still take before a shorter way is suggested."""
 HEADS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start", "log-likelihood")
 """Short heads of the page's columns (`report.demo.COLUMNS`): lines of a terminal are short."""
 
@@ -93,6 +96,10 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
             progress.hide()
             plain = 0.0 if name == "plain" else gain.seconds["plain"][-1]
             say(f"turn {turn}: {name} {spent:.1f} s" + (f", {plain / spent:.1f} × as fast as plain" if plain else ""))
+            if turn == 1 and not plain and (left := spent * (config.turns * len(gain.rules) - 1)) > SLOW:
+                quick = "" if config.quick else ", and --quick takes less than half as long"
+                more = f"up to {left / 60:.0f} min more for this question"
+                say(f"this is slow here: {more}. Ctrl-C keeps what is done{quick}")
     if say is not nothing:
         _print_gain(gain.result)
 
@@ -103,6 +110,7 @@ def _print_gain(gain: dict[str, Any]) -> None:
     table, rows = gain_table(gain), gain["rows"]
     typer.echo(f"\n{rows[0]['example'].strip()}\n")
     print_rows([{column.head: column.text(row) for column in table.columns} for row in table.rows])
+    typer.echo(table.note)
     if gain["busy"]:
         typer.echo(gain["busy"])
     if rows[-1]["judged"]:
@@ -118,6 +126,7 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
 
     from selfjudge.bench.demo import SHIPPED, Demo, in_floats
     from selfjudge.judge.model import Judge
+    from selfjudge.report.demo import UNLIKE
 
     with Progress(patient=True) as progress, tempfile.TemporaryDirectory() as folder:
         if full.dtype == "q4":
@@ -137,7 +146,7 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
         say(f"\nRules side by side: {pair.name}, {len(run.prompts)} prompts\n")
         for row in run.rows():
             _show_row(row, say, heading=len(result["rows"]) == 1)
-        say("\n" + "\n".join((explain("m", "γ", "judged"), NOTES.format(quality=result["quality"]))))
+        say("\n" + "\n".join((explain("m", "γ", "judged"), NOTES.format(quality=result["quality"], unlike=UNLIKE))))
         if busy := next((row["busy"] for row in result["rows"] if row["busy"]), ""):
             say(busy)
         if config.tune:

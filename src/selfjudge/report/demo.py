@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from selfjudge.report.formats import fixed, percent, quote_token, tenths, thousandths
+from selfjudge.report.formats import fixed, percent, quote_token, show_text, tenths, thousandths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
 from selfjudge.report.table import GAMMA, PER_PASS, RULE, Column, Table, word_column
@@ -17,9 +17,15 @@ def _unless_busy(key: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda row: "busy" if row.get("busy") else row[key]
 
 
+def _show_gamma(value: Any) -> str:
+    """A mean with its tenth; one that was given as it is."""
+    return tenths(value) if isinstance(value, float) else show_text(value)
+
+
+UNLIKE = "γ is the mean of what was chosen at each step; m compares rules of like γ alone."
 COLUMNS = (
     RULE,
-    GAMMA,
+    Column(GAMMA.head, lambda row: row["gamma_mean"] if row["gamma"] == "auto" else row["gamma"], _show_gamma),
     PER_PASS,
     Column("judged", "judged_share", percent, help=f"tokens {GLOSSARY['judged']}"),
     Column("tokens/s", _unless_busy("tokens_per_second"), tenths),
@@ -164,12 +170,14 @@ def gain_table(gain: Mapping[str, Any]) -> Table:
     turns = len(gain["rows"][0]["seconds"])
     kind = "ranges" if gain["busy"] else "medians"
     note = f"{gain['pair']}, {gain['dtype']}, the draft {gain['draft_dtype']}; {kind} of {turns} turns."
+    if len(gain["rows"]) > 2:
+        note += f" {gain['rows'][2]['rule']} drafts as much per step as exact did, so that their m compare."
     return Table("gain", "One question by turns", columns, tuple(with_shown_speeds(gain)), note)
 
 
 def _table(result: Mapping[str, Any]) -> Table:
     quality = result.get("quality", 0.9)
-    notes = [f"The judges’ strictness: they reject {100 * quality:g} % of bad substitutions (q{quality:g})."]
+    notes = [f"The judges’ strictness: they reject {100 * quality:g} % of bad substitutions (q{quality:g}).", UNLIKE]
     if result.get("dtype"):
         notes.append(f"Weights: {result['dtype']}, the draft’s {result['draft_dtype']}.")
     busy = next((row["busy"] for row in result["rows"] if row.get("busy")), "")
