@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.charts import Chart, make_charts
-from selfjudge.report.draw import PALETTE, Drawing, draw
+from selfjudge.report.charts import make_charts
+from selfjudge.report.draw import PALETTE, draw
 from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
-from selfjudge.report.table import Table
 from selfjudge.report.tables import make_tables
 from selfjudge.report.verdict import make_verdict
 from selfjudge.store import check_page, hash_source, read_asset, read_json, write_json, write_text
 from selfjudge.store.artefacts import AnswerExample, ReportRecord
 
 Content = dict[str, Any]
-SECTIONS = {
-    "verdict": "Verdict",
-    "averages": "Averages",
-    "task": "Per task",
-    "trade-off": "Trade-off",
-    "agreement": "Same answers",
-    "substitutions": "Substitutions",
-    "viewer": "Tokens",
-    "provenance": "Provenance",
-}
-"""Heading of every section, in the page's order."""
 RECORD = "report.json"
 """File beside the figures: rows of the tables and names of the figures, so that the next report knows its own files."""
 
@@ -62,7 +50,10 @@ def report(folders: Sequence[Path], out: Path) -> Content:
     text = render(
         "report.html",
         **_describe_runs(results.runs),
-        sections=_sections(tables, charts, drawings, {"viewer"} if viewer["runs"] else set()),
+        shown=[*tables, *charts, *(["viewer"] if viewer["runs"] else [])],
+        tables=tables,
+        charts=charts,
+        drawings=drawings,
         sentences=() if first is None else first.sentences,
         warning="" if first is None else first.warning,
         skipped=results.skipped,
@@ -169,22 +160,3 @@ def _describe_runs(runs: Sequence[EvalRun]) -> Content:
         "tasks": [(task, task_title(task)) for task in tasks],
         "methods": methods,
     }
-
-
-def _sections(
-    tables: Mapping[str, Sequence[Table]],
-    charts: Mapping[str, Sequence[Chart]],
-    drawings: Mapping[str, Drawing],
-    others: set[str],
-) -> list[Content]:
-    """The sections that have something to show, as the template shows them, which also explains them."""
-    return [
-        {
-            "id": name,
-            "heading": heading,
-            "figures": [(chart, drawings[chart.id].svg) for chart in charts.get(name, ())],
-            "tables": tables.get(name, ()),
-        }
-        for name, heading in SECTIONS.items()
-        if name in {*tables, *charts, *others}
-    ]
