@@ -24,6 +24,7 @@ from selfjudge.judge.config import FEATURES, SCORES, JudgeConfig
 from selfjudge.label.calibrate import read_evidence
 from selfjudge.label.score import sum_scores
 from selfjudge.store import measured_on, write_json
+from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
 from selfjudge.train.fit import GRID, Fitted, fit_linear, predict
 from selfjudge.train.thresholds import roc_auc
@@ -160,7 +161,7 @@ class Study:
         if evidence.is_file():
             row["told_apart"] = critical_auc(evidence, length, gap=gap, score=score)
         try:
-            rows = self.rows.relabel(length, gap=gap, score=score)
+            rows = self.rows.relabel(TrainConfig(suffix_length=length, suffix_gap=gap, score=score))
             rows.check(self.features)
         except SelfJudgeError as error:
             return {**row, "why_not": str(error)}

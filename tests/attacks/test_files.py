@@ -36,6 +36,7 @@ from selfjudge.report.records import read_results
 from selfjudge.report.tables import make_tables
 from selfjudge.store import parse_json, read_json, read_rows, read_tensors, sha256, write_json
 from selfjudge.tasks.benchmarks import File
+from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
 from selfjudge.train.pipeline import train_judge
 
@@ -439,7 +440,7 @@ def test_altered_labels_are_refused_and_sealed_again_they_name_themselves(tmp_pa
 def use_labels(files: Path) -> None:
     summarise_labels(files / "labels")
     list(read_shards(files / "labels"))
-    LabelledRows.load([files / "labels"]).relabel(3)
+    LabelledRows.load([files / "labels"]).relabel(TrainConfig(suffix_length=3))
 
 
 def use_judge(files: Path) -> None:

@@ -60,10 +60,13 @@ def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: 
 
 def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> None:
     gapped = train_judge([labels], tmp_path / "gapped", TrainConfig(features="hidden", suffix_gap=2))
-    assert (gapped["suffix_gap"], gapped["tau"]) == (2, LabelledRows.load([labels]).relabel(gap=2).taus[0])
+    assert (gapped["suffix_gap"], gapped["tau"]) == (
+        2,
+        LabelledRows.load([labels]).relabel(TrainConfig(suffix_gap=2)).taus[0],
+    )
     settings = TrainConfig(features="hidden", suffix_length=3)
     config = train_judge([labels], tmp_path / "judge", settings)
-    rows = LabelledRows.load([labels]).relabel(suffix_length=3)
+    rows = LabelledRows.load([labels]).relabel(TrainConfig(suffix_length=3))
     assert (config["suffix_length"], config["tau"]) == (3, rows.taus[0])
     assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels.mean()))
     assert config["metrics"]["acceptable_rate"] != pytest.approx(float(LabelledRows.load([labels]).labels.mean()))
@@ -71,12 +74,12 @@ def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> N
 
 def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: Path) -> None:
     every = LabelledRows.load([labels])
-    rows = every.relabel(acceptable=0.4, gap=1)
+    rows = every.relabel(TrainConfig(acceptable=0.4, suffix_gap=1))
     assert rows.labels[rows.used].mean() == pytest.approx(0.4, abs=1.5 / rows.used.sum())
-    again = every.relabel(tau=rows.taus[0], gap=1)
+    again = every.relabel(TrainConfig(tau=rows.taus[0], suffix_gap=1))
     assert (again.labels == rows.labels).all()
     one = every.select_sources([every.sources[0]])
-    own = one.relabel(acceptable=0.4)
+    own = one.relabel(TrainConfig(acceptable=0.4))
     assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
     settings = TrainConfig(features="hidden", suffix_gap=1, acceptable=0.4)
     config = train_judge([labels], tmp_path / "judge", settings)
@@ -87,7 +90,7 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
 
 def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(labels: Path, tmp_path: Path) -> None:
     other = label_folder(tmp_path / "other", seed=5)
-    rows = LabelledRows.load([labels, other]).relabel(acceptable=0.3)
+    rows = LabelledRows.load([labels, other]).relabel(TrainConfig(acceptable=0.3))
     assert rows.taus[0] == rows.taus[1]
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
     source = str(LabelledRows.load([labels]).sources[0])

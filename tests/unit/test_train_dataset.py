@@ -24,6 +24,7 @@ from selfjudge.label.folder import read_shards
 from selfjudge.label.score import sum_scores
 from selfjudge.store import read_rows, write_rows
 from selfjudge.train import dataset as reading
+from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import PARTS, LabelledRows
 
 
@@ -141,7 +142,7 @@ def test_labels_follow_from_the_stored_scores(labels: Path, length: int, score: 
     arrays = all_arrays(labels)
     count = by_hand if score == "likelihood" else by_confidence
     for tau in (-3.0, -0.7):
-        rows = LabelledRows.load([labels]).relabel(suffix_length=length, tau=tau, score=score)
+        rows = LabelledRows.load([labels]).relabel(TrainConfig(suffix_length=length, tau=tau, score=score))
         scores = sum_scores(arrays, length, score=score)
         assert np.array_equal(rows.labels, scores > tau)
         hand = [count(arrays, k, length) for k in range(len(rows))]
@@ -150,13 +151,15 @@ def test_labels_follow_from_the_stored_scores(labels: Path, length: int, score: 
         assert rows.taus == [tau]
     if length in (0, SUFFIX):
         return
-    assert not np.array_equal(rows.labels, LabelledRows.load([labels]).relabel(tau=-0.7, score=score).labels)
+    assert not np.array_equal(
+        rows.labels, LabelledRows.load([labels]).relabel(TrainConfig(tau=-0.7, score=score)).labels
+    )
 
 
 @pytest.mark.parametrize("gap", [1, 3])
 def test_the_first_tokens_of_a_suffix_can_be_passed_over(labels: Path, gap: int) -> None:
     arrays = all_arrays(labels)
-    rows = LabelledRows.load([labels]).relabel(gap=gap)
+    rows = LabelledRows.load([labels]).relabel(TrainConfig(suffix_gap=gap))
     expected = compute_tau(labels / "calibration.safetensors", SUFFIX, 0.9, gap=gap)["tau"]
     assert rows.taus == [expected] != [TAU]
     hand = np.asarray([by_hand(arrays, k, SUFFIX) - by_hand(arrays, k, gap) for k in range(len(rows))])
@@ -165,7 +168,7 @@ def test_the_first_tokens_of_a_suffix_can_be_passed_over(labels: Path, gap: int)
     assert np.array_equal(rows.labels[clear], hand[clear] > expected)
     assert clear.mean() > 0.99
     with pytest.raises(SelfJudgeError, match=f"`suffix_gap` {SUFFIX} leaves nothing"):
-        LabelledRows.load([labels]).relabel(gap=SUFFIX)
+        LabelledRows.load([labels]).relabel(TrainConfig(suffix_gap=SUFFIX))
 
 
 def test_stored_labels_are_left_alone(tmp_path: Path) -> None:
@@ -177,7 +180,9 @@ def test_stored_labels_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_tau_alone_asks_for_other_labels(labels: Path) -> None:
-    rates_ = [float(LabelledRows.load([labels]).relabel(tau=tau).labels.mean()) for tau in (-8.0, TAU, 0.0)]
+    rates_ = [
+        float(LabelledRows.load([labels]).relabel(TrainConfig(tau=tau)).labels.mean()) for tau in (-8.0, TAU, 0.0)
+    ]
     assert rates_ == sorted(rates_, reverse=True)
     assert rates_[1] == LabelledRows.load([labels]).labels.mean()
     assert len(set(rates_)) == 3
@@ -188,7 +193,7 @@ def test_a_tau_alone_asks_for_other_labels(labels: Path) -> None:
 )
 def test_tau_of_another_score_comes_from_the_folders_evidence(labels: Path, length: int, score: str) -> None:
     count = by_hand if score == "likelihood" else by_confidence
-    rows = LabelledRows.load([labels]).relabel(suffix_length=length, score=score)
+    rows = LabelledRows.load([labels]).relabel(TrainConfig(suffix_length=length, score=score))
     expected = compute_tau(labels / "calibration.safetensors", length, 0.9, score=score)["tau"]
     assert rows.taus == [expected] != [TAU]
     arrays = all_arrays(labels)
@@ -201,9 +206,10 @@ def test_tau_of_another_score_comes_from_the_folders_evidence(labels: Path, leng
 
 
 def test_the_stored_tau_is_used_for_the_stored_scores(labels: Path) -> None:
-    assert LabelledRows.load([labels]).relabel(suffix_length=SUFFIX).taus == [TAU]
+    assert LabelledRows.load([labels]).relabel(TrainConfig(suffix_length=SUFFIX)).taus == [TAU]
     assert np.array_equal(
-        LabelledRows.load([labels]).relabel(suffix_length=SUFFIX).labels, LabelledRows.load([labels]).labels
+        LabelledRows.load([labels]).relabel(TrainConfig(suffix_length=SUFFIX)).labels,
+        LabelledRows.load([labels]).labels,
     )
 
 
@@ -211,16 +217,16 @@ def test_the_stored_tau_is_used_for_the_stored_scores(labels: Path) -> None:
 def test_without_evidence_another_score_needs_a_tau(tmp_path: Path, length: int | None, score: str) -> None:
     made = label_folder(tmp_path / "labels")
     with pytest.raises(SelfJudgeError, match="give `tau` or `acceptable`") as error:
-        LabelledRows.load([made]).relabel(suffix_length=length, score=score)
+        LabelledRows.load([made]).relabel(TrainConfig(suffix_length=length, score=score))
     assert "\n" not in str(error.value)
-    assert LabelledRows.load([made]).relabel(suffix_length=length, score=score, tau=-2.0).taus == [-2.0]
+    assert LabelledRows.load([made]).relabel(TrainConfig(suffix_length=length, score=score, tau=-2.0)).taus == [-2.0]
 
 
 @pytest.mark.parametrize("asked", [{"suffix_length": 3}, {"tau": -2.0}, {"score": "confidence"}])
 def test_autojudge_labels_cannot_be_made_again(tmp_path: Path, asked: dict[str, Any]) -> None:
     made = label_folder(tmp_path / "labels", method="autojudge", evidence=100)
     with pytest.raises(SelfJudgeError, match="autojudge labels: those do not follow from scores") as error:
-        LabelledRows.load([made]).relabel(**asked)
+        LabelledRows.load([made]).relabel(TrainConfig(**asked))
     assert "\n" not in str(error.value)
 
 
@@ -228,31 +234,35 @@ def test_a_stated_share_of_nothing_is_said_to_be_of_nothing(labels: Path) -> Non
     rows = LabelledRows.load([labels])
     rows.part[:] = -1
     with pytest.raises(SelfJudgeError, match="no mismatch that alignment would reject"):
-        rows.relabel(acceptable=0.3).check("hidden")
+        rows.relabel(TrainConfig(acceptable=0.3)).check("hidden")
 
 
 @pytest.mark.parametrize("length", [0, 2, SUFFIX])
 def test_labels_by_confidence_are_those_of_the_released_score(labels: Path, length: int) -> None:
     rows, arrays = LabelledRows.load([labels]), all_arrays(labels)
     scores = [by_confidence(arrays, k, length) for k in range(len(rows))]
-    made = rows.relabel(length, -0.3, score="confidence")
+    made = rows.relabel(TrainConfig(suffix_length=length, tau=-0.3, score="confidence"))
     sure = [abs(s + 0.3) > 1e-5 for s in scores]
     assert np.array_equal(made.labels[sure], [s > -0.3 for s, is_sure in zip(scores, sure, strict=True) if is_sure])
-    assert rows.relabel(length, acceptable=0.209, score="confidence").labels[rows.used].mean() == pytest.approx(
-        0.209, abs=0.01
-    )
-    taus = [rows.relabel(length, score=score).taus[0] for score in ("confidence", "likelihood")]  # from one evidence
+    assert rows.relabel(TrainConfig(suffix_length=length, acceptable=0.209, score="confidence")).labels[
+        rows.used
+    ].mean() == pytest.approx(0.209, abs=0.01)
+    taus = [
+        rows.relabel(TrainConfig(suffix_length=length, score=score)).taus[0] for score in ("confidence", "likelihood")
+    ]  # from one evidence
     assert (taus[0] == taus[1]) == (length == 0)
 
 
 def test_only_labels_by_likelihood_are_made_again(labels: Path, tmp_path: Path) -> None:
     other = label_folder(tmp_path / "other", method="consequences", first=60, seed=3)
     rows = LabelledRows.load([labels, other])
-    made = rows.relabel(3, -2.0)
+    made = rows.relabel(TrainConfig(suffix_length=3, tau=-2.0))
     assert np.array_equal(made.labels[600:], rows.labels[600:])
-    assert np.array_equal(made.labels[:600], LabelledRows.load([labels]).relabel(3, -2.0).labels)
+    assert np.array_equal(
+        made.labels[:600], LabelledRows.load([labels]).relabel(TrainConfig(suffix_length=3, tau=-2.0)).labels
+    )
     assert made.taus == [-2.0, None]
-    share = rows.relabel(acceptable=0.3)
+    share = rows.relabel(TrainConfig(acceptable=0.3))
     used = share.used[:600]
     assert share.labels[:600][used].mean() == pytest.approx(0.3, abs=0.01)
 
@@ -386,7 +396,7 @@ def test_evidence_that_was_damaged_is_refused(tmp_path: Path) -> None:
     content[-40] ^= 0xFF
     (made / "calibration.safetensors").write_bytes(content)
     with pytest.raises(SelfJudgeError, match="damaged"):
-        LabelledRows.load([made]).relabel(suffix_length=2)
+        LabelledRows.load([made]).relabel(TrainConfig(suffix_length=2))
 
 
 def test_tau_of_another_length_rejects_what_the_folders_tau_rejects(tmp_path: Path) -> None:
@@ -394,4 +404,4 @@ def test_tau_of_another_length_rejects_what_the_folders_tau_rejects(tmp_path: Pa
     made = label_folder(tmp_path / "labels", evidence=400, tau_evidence={"reject_recall": 0.7})
     expected = compute_tau(made / "calibration.safetensors", 2, 0.7)["tau"]
     assert expected != compute_tau(made / "calibration.safetensors", 2, 0.9)["tau"]
-    assert LabelledRows.load([made]).relabel(suffix_length=2).taus == [expected]
+    assert LabelledRows.load([made]).relabel(TrainConfig(suffix_length=2)).taus == [expected]

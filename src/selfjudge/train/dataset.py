@@ -25,6 +25,7 @@ from selfjudge.label.config import find_shipped_tau
 from selfjudge.label.folder import Arrays, Row, read_manifest, read_responses, read_shards
 from selfjudge.label.score import sum_scores
 from selfjudge.store import read_tensors
+from selfjudge.train.config import TrainConfig
 from selfjudge.types import Notify
 
 PARTS = ("fit", "select", "holdout")
@@ -135,32 +136,25 @@ class LabelledRows:
             **joined,
         )
 
-    def relabel(
-        self,
-        suffix_length: int | None = None,
-        tau: float | None = None,
-        *,
-        gap: int = 0,
-        acceptable: float | None = None,
-        score: str = "likelihood",
-    ) -> Self:
-        """The same rows with labels from the stored scores: of `suffix_length` tokens without the first `gap`, above
-        `tau` or the τ that calls the share `acceptable` of the mismatches acceptable.
+    def relabel(self, config: TrainConfig) -> Self:
+        """The same rows with labels from the stored scores: of `suffix_length` tokens without the first `suffix_gap`,
+        above `tau` or the τ that calls the share `acceptable` of the mismatches acceptable.
 
         Labels by other methods stay as they are, where there are some by likelihood.
         """
+        tau, gap, score = config.tau, config.suffix_gap, config.score
         scored = [i for i, manifest in enumerate(self.manifests) if manifest["method"] == "selfjudge"]
         if not scored:
             method = self.manifests[0]["method"]
             raise SelfJudgeError(f"{self.folders[0]} holds {method} labels: those do not follow from scores")
         lengths = list(self.suffix_lengths)
         for i in scored:
-            lengths[i] = _usable_length(self.folders[i], self.manifests[i], suffix_length, gap)
+            lengths[i] = _usable_length(self.folders[i], self.manifests[i], config.suffix_length, gap)
         shards = [shard for shard in self.shards if shard.folder in scored]
         scores = [sum_scores(s.scores, lengths[s.folder], gap=gap, score=score) for s in shards]
-        if acceptable is not None:  # one τ for all folders; `check` raises where no row is used
+        if config.acceptable is not None:  # one τ for all folders; `check` raises where no row is used
             used = np.concatenate([values[self.used[s.rows]] for s, values in zip(shards, scores, strict=True)])
-            tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
+            tau = float(np.quantile(used, 1 - config.acceptable)) if len(used) else 0.0
         taus = {
             i: _find_tau(self.folders[i], self.manifests[i], lengths[i], gap, score) if tau is None else tau
             for i in scored

@@ -83,9 +83,7 @@ def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | Non
     if config.margin_limit is not None:
         rows = rows.limit_margin(config.margin_limit)
     if config.relabels:
-        rows = rows.relabel(
-            config.suffix_length, config.tau, gap=config.suffix_gap, acceptable=config.acceptable, score=config.score
-        )
+        rows = rows.relabel(config)
     rows.check(config.features)
     return rows
 
