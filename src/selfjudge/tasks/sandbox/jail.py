@@ -38,20 +38,6 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 ROOT = "/proc"
 """Where the program's file tree is mounted: a folder that is always there, and that the program must not see."""
 
-# System calls that hold memory which no limit of a process counts, or open much of the kernel: (name, numbers).
-REFUSED = {
-    "x86_64": {
-        "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "add_key": 248, "request_key": 249, "keyctl": 250,
-        "perf_event_open": 298, "memfd_create": 319, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425,
-        "memfd_secret": 447,
-    },
-    "aarch64": {
-        "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "add_key": 217, "request_key": 218, "keyctl": 219,
-        "perf_event_open": 241, "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "io_uring_setup": 425,
-        "memfd_secret": 447,
-    },
-}  # fmt: skip
-AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 BPF_LOAD, BPF_EQUAL, BPF_AT_LEAST, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
 X32 = 0x40000000  # other names of the same calls
@@ -212,8 +198,10 @@ def start(job: Job, folder: str, group: int | None) -> int:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         for name, limit in job["limits"].items():
             resource.setrlimit(getattr(resource, name), tuple(limit))
-        if job["isolated"] or os.uname().machine in REFUSED:  # without isolation the user has taken the risk
-            filter_calls(os.uname().machine)
+        if job["refused"]:
+            filter_calls(job["refused"]["arch"], sorted(job["refused"]["calls"].values()))
+        elif job["isolated"]:  # without isolation the user has taken the risk
+            raise OSError(f"no list of system calls is known for {os.uname().machine}")
         os.execve(job["command"][0], job["command"], job["environment"])  # noqa: S606
     except (OSError, ValueError) as error:
         os.write(2, f"sandbox: {error}\n".encode())
@@ -221,12 +209,9 @@ def start(job: Job, folder: str, group: int | None) -> int:
         os._exit(127)
 
 
-def filter_calls(machine: str) -> None:
-    """Refuse the calls of REFUSED from now on, in this process and all that it starts."""
-    if machine not in REFUSED:
-        raise OSError(f"no list of system calls is known for {machine}")
-    numbers = sorted(REFUSED[machine].values())
-    rules = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 0, len(numbers) + 3, AUDIT_ARCH[machine]), (BPF_LOAD, 0, 0, 0)]
+def filter_calls(arch: int, numbers: list[int]) -> None:
+    """Refuse the system calls of these numbers from now on, in this process and all that it starts."""
+    rules = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 0, len(numbers) + 3, arch), (BPF_LOAD, 0, 0, 0)]
     rules.append((BPF_AT_LEAST, len(numbers) + 1, 0, X32))
     rules += [(BPF_EQUAL, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
     rules += [(BPF_RETURN, 0, 0, ALLOW), (BPF_RETURN, 0, 0, REFUSE)]

@@ -27,12 +27,16 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.store import read_json
 from selfjudge.tasks.sandbox import jail
 
 A = TypeVar("A")
 B = TypeVar("B")
 Killed = Literal["", "time", "output"]
 GROUPS = Path("/sys/fs/cgroup")
+SYSTEM_CALLS = read_json(Path(__file__).with_name("refused.json"))
+"""System calls that are refused, by machine: they hold memory that no limit of a process counts, or open much of the
+kernel."""
 LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
 """The limit of a control group, in versions 2 and 1."""
 
@@ -194,6 +198,7 @@ def _describe_job(arguments: Sequence[str], files: Mapping[str, str], limits: Li
         "python_folders": list(prefixes),
         "files": dict(files),
         "disk": limits.disk,
+        "refused": SYSTEM_CALLS.get(os.uname().machine),
         # -s -P and no variables but these are what -I means. -I itself would ignore the seed of hashes: a program that
         # prints a set would be right one day and wrong the next. -S: no package but the standard library's.
         "command": [python, "-s", "-S", "-P", *arguments],
