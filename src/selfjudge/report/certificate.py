@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from selfjudge.report.charts import Chart, Point, Series
@@ -13,8 +14,8 @@ from selfjudge.report.formats import fixed, points, show_interval, show_text, si
 from selfjudge.report.page import render
 from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, escape, word_column
 from selfjudge.report.verdict import LOW_SCORE
+from selfjudge.store import fill_template
 
-RUN = "Type this next, in the folder of this certificate"
 SMALLEST_GAIN = {"tokens_per_second": 0.03, "mean_accepted_length": 0.05}
 """A smaller gain is not worth an answer: `exact` is recommended. Tokens per pass, without times, must show more."""
 COMMAND = "selfjudge serve --recipe ."
@@ -24,10 +25,7 @@ UNITS = {
     "overlap": "points of agreement (words in common with exact)",
 }
 """Unit of each measure."""
-SPEEDS = (
-    "Speeds are of the certified rules with most tokens per pass. They, exact and plain decoding answered the same"
-    " batches in turn."
-)
+ASSETS = Path(__file__).with_name("assets")
 
 
 def make_title(certificate: Mapping[str, Any]) -> str:
@@ -176,29 +174,6 @@ def _gain(certificate: Mapping[str, Any]) -> str:
     return f"{change(certificate['speed_ratio'])} % {show_interval(certificate['speed_ci'], change)} {what}"
 
 
-def _notes(certificate: Mapping[str, Any]) -> list[str]:
-    """How the rule was found, and what the figures besides the claim are."""
-    lines = [
-        f"Measured: {certificate['measure_words']}. One observation a group: prompts of one “group” and near-duplicates"
-        f" ({certificate['similar']:.0%} of their 3-word pieces in common) count together, by their mean.",
-        f"Attempt {certificate['attempt']} on these prompts, as far as this machine knows. All attempts together are"
-        f" wrong with probability δ = {certificate['delta']:g} at most, so later ones have smaller shares.",
-        f"Families ({', '.join(certificate['families'])}) have equal shares of that. In a family the rules are tested"
-        " from strict to loose, in an order fixed beforehand, until one is not certified.",
-        "Brackets are 95 % bootstrap intervals: of the change and of tokens per pass over prompts, of the speed over"
-        " turns. They are not part of the certificate, and do not allow for the choice among rules.",
-        *([SPEEDS] if certificate["speed_measure"] == "tokens_per_second" else []),
-    ]
-    if evidence := certificate["evidence"]:
-        lines.append(
-            f"The bet was won after {evidence['refuted_at']} observations (p = {evidence['p_value']:.2g} at any time,"
-            f" {evidence['delta']:.3g} was needed). {certificate['lost']} answers lost and {certificate['gained']}"
-            f" gained; the share of observations with a loss is at most {points(evidence['lost_bound'])} % (exact"
-            " binomial bound, for a rule chosen beforehand)."
-        )
-    return lines
-
-
 def _facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The models, prompts, engine and versions that the certificate holds for."""
     versions = ", ".join(f"{name} {number}" for name, number in certificate["versions"].items())
@@ -257,70 +232,40 @@ def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
     return Chart("evidence", "Evidence over prompts", "prompts", "ln of the capital", series, level=evidence["goal"])
 
 
+def _contents(certificate: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page and the text both say, by the names in their templates."""
+    table, untried = _split_candidates(certificate)
+    return {
+        "certificate": certificate,
+        "title": make_title(certificate),
+        "doubt": describe_doubt(certificate),
+        "baseline": describe_baseline(certificate),
+        "verdict": describe_verdict(certificate),
+        "finding": describe_result(certificate),
+        "claim": describe_claim(certificate),
+        "command": COMMAND,
+        "others": list_other_commands(certificate),
+        "notes": fill_template(ASSETS / "notes.txt", certificate=certificate, points=points).splitlines(),
+        "facts": _facts(certificate),
+        "table": table,
+        "untried": untried,
+    }
+
+
 def certificate_markdown(certificate: Mapping[str, Any]) -> str:
     """The certificate as text; names of models and files are escaped, commands stand in a block of code."""
-    table, untried = _split_candidates(certificate)
-    doubt = describe_doubt(certificate)
-    parts = [
-        f"# {escape(make_title(certificate))}",
-        *([f"**{doubt}**"] if doubt else []),
-        describe_baseline(certificate),
-        f"**{describe_verdict(certificate)}**",
-        *([describe_result(certificate)] if certificate["certified"] else []),
-        describe_claim(certificate),
-        f"{RUN}:",
-        f"    {COMMAND}",
-        *(f"{when}:\n\n    {command}" for when, command in list_other_commands(certificate)),
-        "\n".join(f"- {line}" for line in _notes(certificate)),
-        *([table.markdown().rstrip()] if table.rows else []),
-        *([f"Not tried: {escape(untried)}."] if untried else []),
-        "\n".join(f"- {name}: {escape(value)}" for name, value in _facts(certificate)),
-    ]
-    return "\n\n".join(parts) + "\n"
+    return fill_template(ASSETS / "certificate.md", escape=escape, **_contents(certificate))
 
 
 def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
     """One self-contained HTML page. `examples` are answers lost and gained, with the tokens of both."""
     evidence = certificate["evidence"]
-    table, untried = _split_candidates(certificate)
-    return render(
-        "certificate.html",
-        title=make_title(certificate),
-        doubt=describe_doubt(certificate),
-        baseline=describe_baseline(certificate),
-        verdict=describe_verdict(certificate),
-        finding=describe_result(certificate),
-        claim=describe_claim(certificate),
-        run=RUN,
-        command=COMMAND,
-        others=list_other_commands(certificate),
-        notes=_notes(certificate),
-        facts=_facts(certificate),
-        drawing=draw(_evidence_chart(evidence, certificate["rule"])).svg if evidence else None,
-        table=table,
-        untried=untried,
-        count_untried=len(certificate["candidates"]) - len(table.rows),
-        examples=[_example(example) for example in examples],
-        data={},
-    )
+    chart = draw(_evidence_chart(evidence, certificate["rule"])).svg if evidence else None
+    forms = {"points": signed_points, "fixed": fixed, "show": _show_tokens}
+    return render("certificate.html", **_contents(certificate), **forms, drawing=chart, examples=examples, data={})
 
 
-def _example(example: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": example["kind"],
-        "id": example["id"],
-        "difference": signed_points(example["difference"]),
-        "prompt": example["answers"][0]["prompt"],
-        "answers": [
-            {
-                "rule": answer["rule"],
-                "answer": answer["answer"],
-                "score": fixed(answer["score"]) if answer["score"] is not None else "",
-                "tokens": [
-                    show_token(t["text"], t["origin"], t.get("choice"), t.get("p_choice"), t.get("judge"))
-                    for t in answer["tokens"]
-                ],
-            }
-            for answer in example["answers"]
-        ],
-    }
+def _show_tokens(answer: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        show_token(t["text"], t["origin"], t.get("choice"), t.get("p_choice"), t.get("judge")) for t in answer["tokens"]
+    ]
