@@ -153,23 +153,28 @@ const rate = (card) => {
   return card.ended > card.begun ? (1000 * (card.tokens.length - 1)) / (card.ended - card.begun) : null;
 };
 
-// passes of two answers take turns, so that other programs slow both: their ratio holds on a busy machine, too
+// then a speed says nothing about another, and no ratio is shown
+const isBusy = (card, other) => card.statistics?.busy || other?.statistics?.busy || "";
+// tokens per pass of rules that drafted unlike numbers of tokens do not compare
+const draftAlike = (card, other) => Math.abs((card.statistics?.gamma_mean ?? 0) - (other.statistics?.gamma_mean ?? 0)) < 0.5;
+
 function speedAgainstPlain(card, other) {
   if (!card.statistics || !rate(card)) return "";
-  const { busy, speed_over_plain: own } = card.statistics;
+  const { speed_over_plain: own } = card.statistics, busy = isBusy(card, other);
   if (card.isPlain) {
     if (!busy) state.plain = rate(card);
     return "";
   }
-  if (other?.isPlain) return other.statistics && rate(other) ? `${(rate(card) / rate(other)).toFixed(1)} × plain here` : "";
   if (busy) return "";
+  if (other?.isPlain) return other.statistics && rate(other) ? `${(rate(card) / rate(other)).toFixed(1)} × plain here` : "";
   if (own) state.plain = rate(card) / own;
   return state.plain ? `about ${(rate(card) / state.plain).toFixed(1)} × plain here` : "";
 }
 
 function showFigures(card, all) {
   const other = all.find((one) => one !== card && one.isReference);
-  const { rule, theta, price, gamma } = card.statistics ?? {};
+  const { rule, theta, price, gamma: set, gamma_mean: mean } = card.statistics ?? {};
+  const gamma = set === "auto" && mean ? `auto (mean ${mean.toFixed(1)})` : set;
   if (rule) card.heading.replaceChildren(card.name, make("small", "", card.isPlain ? "no draft" : described({ rule, theta, price, gamma })));
   if (!card.tokens.length && !card.done) return; // it is still reading the prompt
   const parts = [];
@@ -180,13 +185,16 @@ function showFigures(card, all) {
     figure.append(make("b", "", value.toFixed(digits)), ` ${unit}${gain}`);
     parts.push(figure);
   };
-  const drafted = other && meanLength(other) > 1; // against plain decoding m says nothing of the rule
+  if (other?.isPlain && other.statistics && card.statistics?.rule) {
+    parts.push(make("b", "", `${card.cycle + 1} passes instead of ${other.cycle + 1}`)); // whatever else the machine does
+  }
+  const drafted = other && meanLength(other) > 1 && draftAlike(card, other); // against plain decoding m says nothing of the rule
   add(meanLength(card), 2, "tokens per pass (m)", drafted && meanLength(other));
-  const busy = card.statistics?.busy || other?.statistics?.busy; // then one speed says nothing about the other
+  const busy = isBusy(card, other);
   add(rate(card), rate(card) < 10 ? 1 : 0, "tokens/s", !busy && !other?.isPlain && other && rate(other));
   const speed = speedAgainstPlain(card, other);
   if (speed) parts.push(make("b", "speed", speed));
-  if (card.statistics?.busy) parts.push(Object.assign(make("span", "", "machine busy"), { title: card.statistics.busy }));
+  if (card.statistics && busy) parts.push(Object.assign(make("span", "", "machine busy: speeds not compared"), { title: busy }));
   const judged = card.tokens.filter((token) => token.origin === "judge").length;
   if (!card.lossless && card.tokens.length) add((100 * judged) / card.tokens.length, 0, "% judged");
   if (card.parted > 0 && !card.isReference) parts.push(make("span", "", `same for ${card.parted} tokens`));
@@ -372,9 +380,8 @@ function refreshSettings() {
   }
   at("amount-said").textContent = Number(at("amount").value).toFixed(2);
   at("compare").options[2].disabled = isLossless();
-  const own = ownGamma(isLossless()), other = ownGamma(true);
-  const beside = reference() === "exact" && own !== other ? `, lossless ${other}` : "";
-  if (own !== undefined) at("gamma").options[0].textContent = `the server’s: ${own}${beside}`; // else not connected yet
+  const own = ownGamma(isLossless());
+  if (own !== undefined) at("gamma").options[0].textContent = `the server’s: ${own}`; // else not connected yet
   at("summary").textContent = described({ ...state.facts, gamma: own, ...chosen() }) + (reference() ? `, beside ${reference()}` : "");
 }
 
@@ -439,7 +446,7 @@ async function ask(question) {
   state.history.push({ role: "user", content: question });
   const turn = addTurn(question), all = [];
   if (reference()) {
-    const isPlain = reference() === "plain", gamma = isPlain ? 0 : how.gamma;
+    const isPlain = reference() === "plain", gamma = isPlain ? 0 : how.gamma ?? ownGamma(lossless); // the rule alone differs
     const card = addCard(turn, isPlain ? "plain" : "lossless", requestBody({ off: true, ...(gamma === undefined ? {} : { gamma }) }));
     all.push(Object.assign(card, { isPlain, isReference: true, lossless: true }));
   }
