@@ -17,7 +17,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from selfjudge.engine.cpu.library import Matrix, library
 from selfjudge.models.convert import finish_gguf, start_gguf
-from selfjudge.models.gguf import BLOCKS, MATRICES, NORMS
+from selfjudge.models.gguf import BLOCKS
+from selfjudge.models.shape import describe
 
 KINDS = sorted(kind for kind in BLOCKS if kind > 1)
 
@@ -124,7 +125,8 @@ def write_model(
 
 def file_tensors(model: PreTrainedModel) -> dict[str, NDArray[np.float32]]:
     """The tensors of a model by their names in a file; Llama's rotary pairs side by side, as files have them."""
-    names = {part.module: part.gguf for part in (*MATRICES, *NORMS)}
+    shape = describe(model.config)
+    names = {part.module: part.gguf for part in (*shape.matrices, *shape.norms)}
     names |= {"embed_tokens": "token_embd", "lm_head": "output", "norm": "output_norm"}
     tensors = {}
     for key, parameter in model.named_parameters():

@@ -102,7 +102,7 @@ class Mutants:
         from fake_gguf import write_model
         from selfjudge.judge.config import JudgeConfig
         from selfjudge.judge.model import Judge
-        from selfjudge.models.gguf import head_width
+        from selfjudge.models.shape import head_width
 
         torch.set_num_threads(1)
         self.root = root

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.engine.cuda.kernels_torch import Kernels, Packing
+from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Packing, Scoring
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.plan import DraftRows, Plan
 from selfjudge.judge.config import FEATURES, JudgeConfig
@@ -209,6 +209,64 @@ PASSES = ((1, 1, 12, 2, 64), (2, 5, 6, 2, 32), (33, 2, 4, 2, 16), (1, 70, 2, 1, 
 """Batch, width, heads, key-value heads and their width: one share of the keys and several, one block of queries and two."""
 
 
+def check_described(device: torch.device, dtype: torch.dtype, width: int, dim: int) -> None:
+    """The steps that Llama does not have: norms after a layer and of heads, scaled residuals, windows, caps, GELU."""
+    from selfjudge.engine.cuda.kernels_triton import TritonKernels
+
+    ours, theirs, slots, batch, heads, kv = TritonKernels(device), Kernels(), 192, 3, 4, 2
+    close = {"atol": 5e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 3e-5, "rtol": 3e-5}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    x, parts = random(batch * width, 200), torch.randn(3, batch * width, 200, device=device)
+    weight, after, wide = random(200), random(200), torch.randn(200, device=device)
+    for given in ((weight, after, 1.0), (wide, wide, 1.0), (None, after, 1.0), (weight, None, 0.3), (None, None, 2.0)):
+        for some in (parts, None):
+            results = []
+            for kernels in (ours, theirs):
+                stream = x.clone()
+                own = some if kernels is ours or some is None else some.sum(0, keepdim=True).to(dtype)
+                results += [kernels.norm(stream, own, given[0], 1e-5, *given[1:]), stream]
+            torch.testing.assert_close(results[0], results[2], **close)
+            torch.testing.assert_close(results[1], results[3], **close)
+    matrix, bias, inputs = random(600, 300) / 40, random(600), random(batch * width, 300)
+    for extra in (None, bias):
+        for activation in ("silu", "gelu"):
+            one, two = (kernels.gated(inputs, matrix, extra, activation) for kernels in (ours, theirs))
+            torch.testing.assert_close(one, two, **close)
+    position = torch.tensor([[0], [90], [130]], device=device)[:batch] + torch.arange(width, device=device)
+    angles = torch.rand(slots, dim // 2, device=device) * 6
+    rotary = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    qkv, cache = torch.randn(2, batch * width, (heads + 2 * kv) * dim, device=device), random(2, batch, kv, slots, dim)
+    for own in (
+        HeadNorms(random(dim), random(dim), 1e-5, dim),
+        HeadNorms(wide[:dim], wide[-dim:], 1e-5, dim - 4),
+        HeadNorms(random(heads, dim), random(kv, dim), 1e-5, dim - 4),
+    ):
+        results = []
+        for kernels in (ours, theirs):
+            keys, values = cache.clone()
+            q = kernels.rotate(qkv, rotary, (position, position), (keys, values), heads, None, own)
+            results.append((q, keys, values))
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, **close)
+    q = random(batch, width, heads, dim)
+    for scoring in (Scoring(0.2, 7), Scoring(0.2, 40), Scoring(0.3, 0, 2.0), Scoring(0.3, 33, 2.0), Scoring(0.2, 1)):
+        one, two = (kernels.attention(q, cache[0], cache[1], position, None, scoring) for kernels in (ours, theirs))
+        torch.testing.assert_close(one, two, **close)
+    counts = torch.tensor([1, width, max(1, width - 1)], device=device)
+    packing = Packing.of(counts, width, int(counts.sum()) + 2)
+    real = packing.valid.bool()
+    q, position = random(len(real), 1, heads, dim), position[packing.row, packing.column, None]
+    one, two = (k.attention(q, cache[0], cache[1], position, packing, Scoring(0.2, 9, 3.0)) for k in (ours, theirs))
+    torch.testing.assert_close(one[real], two[real], **close)
+
+
+DESCRIBED = ((1, 64), (5, 32), (50, 16))
+"""Tokens of a row, and the width of heads."""
+
+
 def check_packed(device: torch.device, dtype: torch.dtype) -> None:
     """Packed rows: keys that are split, heads that share a reading of them, and more queries than a program takes."""
     from selfjudge.engine.cuda.kernels_triton import TritonKernels
@@ -244,6 +302,8 @@ def check_all(device: torch.device) -> None:
     torch.manual_seed(0)
     for shape in PASSES:
         check_pass(device, torch.float32, *shape)
+    for shape in DESCRIBED:
+        check_described(device, torch.float32, *shape)
     check_price(device)
     check_packed(device, torch.float32)
     if device.type == "cuda":  # the interpreter multiplies no bfloat16

@@ -9,7 +9,8 @@ import torch
 
 from conftest import VOCAB, tiny_head, tiny_model
 from fake_judge import constant_judge
-from kernel_checks import check_all, check_pass
+from families import FAMILIES, family_model
+from kernel_checks import check_all, check_described, check_pass
 from proposals import ARBITRARY, answers_between_captures, check_proposals, cycles, head_logits, prompts_of, requests_of
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
@@ -42,6 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error:using the reference engine"),  # a model it cannot run would test another engine
 ]
 CUDA = torch.device("cuda")
+WIDER = {"hidden_size": 64}  # heads are 16 wide, or 8 and padded
 
 
 def run(
@@ -68,6 +70,13 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
     check_pass(CUDA, dtype, batch, width, heads, kv, dim)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "dim"), [(1, 64), (4, 256), (9, 128), (70, 64), (40, 256)])
+def test_steps_that_llama_does_not_have_agree_with_torch(dtype, width: int, dim: int) -> None:
+    torch.manual_seed(0)
+    check_described(CUDA, dtype, width, dim)
+
+
 @pytest.mark.parametrize("rows", [1, 11, 17, 32])
 @pytest.mark.parametrize("inputs", [64, 576, 1536, 3000, 8960])
 def test_products_of_few_rows(rows: int, inputs: int) -> None:
@@ -85,11 +94,12 @@ def test_products_of_few_rows(rows: int, inputs: int) -> None:
         torch.testing.assert_close(ours.gated(x, w).float(), exact, atol=5e-2, rtol=3e-2)
 
 
-def test_whole_bfloat16_passes_are_as_exact_as_torch_operations() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_bfloat16_passes_are_as_exact_as_torch_operations(family: str) -> None:
     """Logits of whole passes through the split products and dependent launches, recorded and replayed, one engine for all:
     not further from float32 than the same passes by torch's own operations, up to luck."""
-    model = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA, torch.bfloat16)
-    whole = tiny_model(seed=1, hidden_size=64, head_dim=16)
+    model = family_model(family, seed=1, **WIDER).to(CUDA, torch.bfloat16)
+    whole = family_model(family, seed=1, **WIDER)
     whole.load_state_dict(model.state_dict())
     fast, plain, exact = CudaEngine(model), CudaEngine(model), CudaEngine(whole.to(CUDA, torch.float32))
     for engine in (plain, exact):
@@ -138,11 +148,10 @@ def test_the_most_likely_token_in_two_kernels(dtype, size: int) -> None:
     assert odd.tolist() == [[True, True], [False, True], [False, False]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("gamma", [0, 1, 5])
-def test_exact_equals_transformers(kind: str, gamma: int) -> None:
-    target = tiny_model(kind, seed=1, hidden_size=64, head_dim=16).to(CUDA)
-    draft = tiny_model(kind, seed=2, hidden_size=64, head_dim=16).to(CUDA)
+def test_exact_equals_transformers(family: str, gamma: int) -> None:
+    target, draft = (family_model(family, seed=seed, **WIDER).to(CUDA) for seed in (1, 2))
     prompts = prompts_of([3, 11, 1, 7, 40])
     tokens = run(target, draft if gamma else None, prompts, Exact(), gamma=gamma, max_new_tokens=30)
     for prompt, found in zip(prompts, tokens, strict=True):
@@ -225,10 +234,10 @@ def test_rows_that_finish_at_different_times() -> None:
 
 
 def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
-    """Heads 12 wide have no kernel: both models then run on the reference engine."""
+    """An activation without a kernel: both models then run on the reference engine."""
     target = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
-    draft = tiny_model(seed=2, hidden_size=48, head_dim=12).to(CUDA)
-    with pytest.warns(UserWarning, match="using the reference engine: its heads are 12 wide"):  # said once a process
+    draft = tiny_model(seed=2, hidden_size=64, hidden_act="relu").to(CUDA)
+    with pytest.warns(UserWarning, match="using the reference engine: its activation is 'relu'"):  # said once a process
         assert PairEngines(Pair("p", Target(target), Draft(draft), None)).kind == "reference"  # type: ignore[arg-type]
     with pytest.raises(SelfJudgeError, match="reference engine for both"):
         BatchEngines(make_engine(target), make_draft(draft, target, kind="reference"))
@@ -236,6 +245,17 @@ def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
 
 def test_the_engine_is_chosen_by_itself() -> None:
     assert isinstance(make_engine(tiny_model(hidden_size=64, head_dim=16).to(CUDA)), CudaEngine)
+
+
+@pytest.mark.parametrize("head_dim", [12, 24, 96])
+def test_heads_of_any_width_are_padded(head_dim: int) -> None:
+    """Phi-3's heads are 96 wide."""
+    target = tiny_model(seed=1, hidden_size=64, head_dim=head_dim).to(CUDA)
+    engine = CudaEngine(target)
+    assert engine.weights.dim == 1 << (head_dim - 1).bit_length()
+    tokens = torch.randint(3, VOCAB, (2, 40), device=CUDA)
+    with torch.inference_mode():
+        torch.testing.assert_close(engine.extend(tokens).logits, target(tokens).logits, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=lambda r: r.name)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST = {"_attention": 16, "_product": 12, "_norm": 10}
+MOST = {"attention": 16, "product": 12, "norm": 10}
 """Most variants of a kernel, where they are more than four."""
 
 

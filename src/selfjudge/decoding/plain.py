@@ -13,10 +13,13 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.prefill import shared_prefixes
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.engine.base import Engine, shape_reason
+from selfjudge.engine.base import Engine
+from selfjudge.engine.cuda.engine import why_not
+from selfjudge.engine.cuda.weights import kernel_width
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_engine
 from selfjudge.models.loaded import LoadedModel, Target, as_loaded
+from selfjudge.models.shape import describe_model
 from selfjudge.types import FINISHES, Finish, TokenColumn
 
 Response = tuple[int, list[int], Finish]
@@ -88,10 +91,10 @@ def _memory_budget(model: PreTrainedModel, engine: Engine) -> float:
 
 def _rows_that_fit(model: PreTrainedModel, length: int, budget: float) -> int:
     """Rows of that length that can be decoded together in `budget` bytes, rounded down to a power of two."""
-    if model.device.type != "cuda" or shape_reason(model) is not None:
+    if model.device.type != "cuda" or why_not(model) is not None:
         return 64
-    config = model.config.get_text_config()
-    dim = model.base_model.layers[0].self_attn.head_dim
-    row = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * (length + 258) * model.dtype.itemsize
-    row += 16 * config.vocab_size  # logits and their distribution
+    shape = describe_model(model)
+    width = kernel_width(shape.head_dim, model.device)
+    row = 2 * shape.layers * shape.kv_heads * width * (length + 258) * model.dtype.itemsize
+    row += 16 * model.config.get_text_config().vocab_size  # logits and their distribution
     return 1 << max(0, int(budget / row).bit_length() - 1)

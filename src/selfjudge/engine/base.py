@@ -10,7 +10,6 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, device
-from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +137,3 @@ def align_right(tokens: Tensor, counts: Tensor) -> Tensor:
     """Move the first counts[b] tokens of each row of [B, T] to its end; those before them do not matter."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
     return tokens.gather(1, (column - tokens.shape[1] + counts[:, None]).clamp_min(0))
-
-
-def shape_reason(model: PreTrainedModel) -> str | None:
-    """Why the fast engines cannot run a model, which must be built like Llama or Qwen2; None if they can."""
-    config = model.config.get_text_config()
-    if type(model).__name__ not in ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"):
-        return f"models of type {config.model_type!r} run on the reference engine"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
-        return "it has sliding-window layers"
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ("default", "linear", "llama3", "yarn"):
-        return f"its rotary embedding is of type {rope!r}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act!r}"
-    return None

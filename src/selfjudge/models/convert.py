@@ -33,11 +33,11 @@ from selfjudge.models.gguf import (
     checkpoint_name,
     expected_tensors,
     gguf_file,
-    head_width,
     int8_blocks,
     open_model,
-    row_order,
+    tensor_order,
 )
+from selfjudge.models.shape import describe, head_width
 from selfjudge.models.weights import check_finite
 from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
 from selfjudge.types import Tell, ignore
@@ -83,12 +83,13 @@ def dequantise(model: PreTrainedModel, dtype: torch.dtype, tell: Tell = ignore) 
     whole.to_empty(device="cpu").requires_grad_(False)
     whole.tie_weights()
     whole.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
-    names = {checkpoint_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
+    shape = describe(model.config)
+    names = {checkpoint_name(name, shape): name for name in file.tensors if name != "rope_freqs.weight"}
     pieces = []
     for name, parameter in whole.named_parameters():
         if (source := file.tensors.get(names.pop(name, ""))) is None:
             raise SelfJudgeError(f"{file.path} lacks the weights of {name}")
-        ordered = row_order(model.config, source.name) is None
+        ordered = tensor_order(model.config, source.name, len(parameter)) is None
         step = max(1, PIECE // source.cols) if ordered else source.rows  # else each piece would read all rows
         pieces += [(parameter, source, slice(first, first + step)) for first in range(0, source.rows, step)]
     if names:
@@ -96,7 +97,7 @@ def dequantise(model: PreTrainedModel, dtype: torch.dtype, tell: Tell = ignore) 
 
     def fill(piece: tuple[Tensor, Any, slice]) -> None:
         parameter, source, rows = piece
-        order = row_order(model.config, source.name)
+        order = tensor_order(model.config, source.name, len(parameter))
         if order is None or source.rows > 1:
             values = file.floats(source, rows if order is None else order[rows])
         else:  # a bias
@@ -116,16 +117,16 @@ def write_blocks(model: PreTrainedModel, path: Path) -> None:
     """Write a Llama- or Qwen2-shaped model as a GGUF file: matrices in int8 (Q8_0), the embedding in float16."""
     from gguf import GGMLQuantizationType
 
-    config, writer = model.config, start_gguf(path, model.config)
+    config, shape, writer = model.config, describe(model.config), start_gguf(path, model.config)
     writer.add_key_length(head_width(config))
     names = [*expected_tensors(config), "output.weight"]
     names += [name.replace("weight", "bias") for name in names if name.startswith("blk.")]
     parameters = dict(model.named_parameters())
     for name in names:
-        if (parameter := parameters.get(checkpoint_name(name))) is None:
+        if (parameter := parameters.get(checkpoint_name(name, shape))) is None:
             continue
         values = parameter.detach().float()
-        if (order := row_order(config, name)) is not None:
+        if (order := tensor_order(config, name, len(values))) is not None:
             values = values[torch.from_numpy(np.argsort(order))]
         if values.dim() == 1:
             writer.add_tensor(name, values.numpy())

@@ -32,6 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import HEAD_KIND
 from selfjudge.models.gguf import FULL_PRECISION, gguf_file
+from selfjudge.models.shape import FAMILIES, Shape
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite, dequantise, quantise, unpack_six
 from selfjudge.store import read_json, read_tensors, write_json, write_tensors
@@ -79,6 +80,14 @@ class EagleConfig:
             vocab_size=int(target.get_input_embeddings().weight.shape[0]),
             draft_vocab_size=draft_vocab_size,
         )
+
+    @property
+    def shape(self) -> Shape:
+        """Its layer, as engines read it: that of a Llama."""
+        return Shape(
+            FAMILIES["llama"], self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim,
+            self.eps, self.head_dim**-0.5, rotary_dim=self.head_dim,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

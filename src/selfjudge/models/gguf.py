@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.shape import Shape, describe, head_width
 from selfjudge.models.weights import GROUP, check_heads, quantise
 
 BLOCKS = {
@@ -45,38 +46,14 @@ _SCALES = {
 """Bytes of a block that hold its float16 scales."""
 
 
-class LayerPart(NamedTuple):
-    """A matrix or a norm of a decoder layer."""
-
-    field: str
-    """Its name in the layer of the CPU kernel."""
-    gguf: str
-    """Its name in a GGUF file, after `blk.N.`."""
-    module: str
-    """Its name in a checkpoint, after `model.layers.N.`."""
-
-
-MATRICES = (
-    LayerPart("query", "attn_q", "self_attn.q_proj"),
-    LayerPart("key", "attn_k", "self_attn.k_proj"),
-    LayerPart("value", "attn_v", "self_attn.v_proj"),
-    LayerPart("out", "attn_output", "self_attn.o_proj"),
-    LayerPart("gate", "ffn_gate", "mlp.gate_proj"),
-    LayerPart("up", "ffn_up", "mlp.up_proj"),
-    LayerPart("down", "ffn_down", "mlp.down_proj"),
-)
-NORMS = (
-    LayerPart("attention_norm", "attn_norm", "input_layernorm"),
-    LayerPart("mlp_norm", "ffn_norm", "post_attention_layernorm"),
-)
-_LAYER = {part.gguf: part.module for part in (*MATRICES, *NORMS)}
 _MODEL = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 
 
-def checkpoint_name(name: str) -> str:
+def checkpoint_name(name: str, shape: Shape) -> str:
     """The name in a checkpoint of a tensor of a GGUF file: `blk.3.attn_q.weight` is layer 3's `q_proj.weight`."""
     *layer, part, kind = name.split(".")
-    return f"model.layers.{layer[1]}.{_LAYER[part]}.{kind}" if layer else f"{_MODEL[part]}.{kind}"
+    parts = {part.gguf: part.module for part in (*shape.matrices, *shape.norms)}
+    return f"model.layers.{layer[1]}.{parts[part]}.{kind}" if layer else f"{_MODEL[part]}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -236,21 +213,24 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, start: in
     return TensorInfo(name, rows, cols, kind, start + offset, rows * cols // weights * size)
 
 
-def row_order(config: PretrainedConfig, name: str) -> NDArray[np.int32] | None:
-    """Where the rows of a matrix, or the entries of its bias, lie in a file; None where they lie in order.
+INTERLEAVED = ("llama", "granite", "smollm3")
+"""Model types in whose files the rotary pairs of queries and keys lie side by side."""
 
-    In a file of architecture `llama` the rotary pairs of queries and keys lie side by side.
-    """
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None or config.model_type != "llama":
+
+def row_order(config: PretrainedConfig) -> NDArray[np.int32] | None:
+    """Where the rows of a head of queries and keys lie in a file; None where they lie in order."""
+    if config.model_type not in INTERLEAVED:
         return None
-    width = head_width(config)
-    pairs = np.arange(heads * width, dtype=np.int32).reshape(heads, width // 2, 2)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+    pairs = np.arange(head_width(config), dtype=np.int32).reshape(-1, 2)
+    return np.ascontiguousarray(pairs.T).reshape(-1)
 
 
-def head_width(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+def tensor_order(config: PretrainedConfig, name: str, rows: int) -> NDArray[np.int32] | None:
+    """Where the rows of a matrix, or the entries of its bias, lie in a file; None where they lie in order."""
+    order = row_order(config)
+    if order is None or name.split(".")[-2] not in ("attn_q", "attn_k"):
+        return None
+    return np.arange(rows, dtype=np.int32).reshape(-1, len(order))[:, order].reshape(-1)
 
 
 def int8_blocks(weight: torch.Tensor) -> NDArray[np.uint8]:
@@ -334,15 +314,11 @@ def _expected(file: GgufFile, name: str, shape: tuple[int, int] | None = None) -
 
 def expected_tensors(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """Names and shapes of the tensors that a model of this config has in a file; biases and the head may be missing."""
-    width, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
-    queries, keys = (n * head_width(config) for n in (config.num_attention_heads, config.num_key_value_heads))
-    layer = {
-        "attn_q": (queries, width), "attn_k": (keys, width), "attn_v": (keys, width), "attn_output": (width, queries),
-        "ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner),
-        "attn_norm": (1, width), "ffn_norm": (1, width),
-    }  # fmt: skip
-    shapes = {f"blk.{i}.{n}.weight": shape for i in range(config.num_hidden_layers) for n, shape in layer.items()}
-    return shapes | {"token_embd.weight": (vocabulary, width), "output_norm.weight": (1, width)}
+    shape, layer = describe(config), {}
+    for part in (*shape.matrices, *shape.norms):
+        layer[part.gguf] = part.first + part.rows, part.cols
+    shapes = {f"blk.{i}.{n}.weight": size for i in range(shape.layers) for n, size in layer.items()}
+    return shapes | {"token_embd.weight": (config.vocab_size, shape.hidden), "output_norm.weight": (1, shape.hidden)}
 
 
 FULL_PRECISION = "this needs full precision: `dtype` q4 cannot be used"

@@ -185,4 +185,6 @@ def _load_checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrained
             raise SelfJudgeError(f"{source} is not a readable checkpoint: {first_line(error)}") from None
         raise unknown_model(source, unreachable() or first_line(error)) from None
     check_weights(model, loading, source)
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # torch's own attention has no caps
     return model.eval(), tokenizer

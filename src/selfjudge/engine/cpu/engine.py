@@ -1,4 +1,4 @@
-"""The CPU engine: Llama- and Qwen2-shaped models through one compiled forward pass (`kernels.cpp`).
+"""The CPU engine: described models through one compiled forward pass (`kernels.cpp`).
 
 The kernel is compiled once, by the machine's C++ compiler, into the cache folder. `weights.py` packs the weights.
 """
@@ -8,19 +8,20 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from functools import cache
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine, HeadEngine, Output, align_right, shape_reason
+from selfjudge.engine.base import Engine, HeadEngine, Output, align_right
 from selfjudge.engine.cpu.library import Pass, library
 from selfjudge.engine.cpu.weights import PackedHead, PackedWeights, packed_weights
 from selfjudge.models.device import give_back
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_file
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
+from selfjudge.models.shape import UnknownShapeError, describe_model
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import GROUP
 
@@ -29,22 +30,18 @@ CHUNK = 192  # tokens per pass of a long prompt
 
 def why_not(module: PreTrainedModel | EagleHead, *, int8: bool = False) -> str | None:
     """Why this engine cannot run a model or a head; None if it can."""
-    config: Any = module.config
-    if isinstance(module, EagleHead):
-        dim, heads = config.head_dim, config.heads
-    elif (reason := shape_reason(module)) is not None:
-        return reason
-    else:
-        config = config.get_text_config()
-        dim, heads = module.model.layers[0].self_attn.head_dim, config.num_attention_heads
-        int8 = int8 and gguf_file(module) is None
+    try:
+        shape = module.config.shape if isinstance(module, EagleHead) else describe_model(module)
+    except UnknownShapeError as error:
+        return str(error)
+    int8 = int8 and gguf_file(module) is None
     if module.device.type != "cpu":
         return f"it is on {module.device.type}"
     if module.dtype != torch.float32:
         return f"its dtype is {str(module.dtype).removeprefix('torch.')}, not float32"
-    if dim % 4:
-        return f"its heads are {dim} wide"
-    if int8 and any(width % GROUP for width in (config.hidden_size, config.intermediate_size, heads * dim)):
+    if shape.head_dim % 4:
+        return f"its heads are {shape.head_dim} wide"
+    if int8 and any(width % GROUP for width in (shape.hidden, shape.intermediate, shape.heads * shape.head_dim)):
         return f"int8 needs widths divisible by {GROUP}"
     return _compiler_reason()
 
@@ -99,7 +96,7 @@ class CpuEngine(Engine):
         self._packed, self._library, self._rotary = weights, weights.kernel, rotary
         self._features = torch.tensor(features, dtype=torch.int32)
         self._scratch = torch.empty(0)
-        self._cosine = self._sine = torch.empty(0)
+        self._cosine = self._sine = torch.empty(1, 0)
         self.reserve(0, 0)
 
     def reserve(self, batch: int, length: int) -> None:
@@ -189,6 +186,7 @@ class CpuEngine(Engine):
             logits.data_ptr(), states.data_ptr(), self._scratch.data_ptr(), threads,
             len(self._features), self._features.data_ptr(), features.data_ptr(),
             *((None, 0) if states_in is None else (states_in.data_ptr(), states_in.shape[1])), residual.data_ptr(),
+            self._cosine.shape[1],
         )  # fmt: skip
         self._library.forward(ctypes.byref(model), ctypes.byref(arguments))
 
@@ -202,9 +200,9 @@ class CpuEngine(Engine):
                 self._caches[b] = torch.empty(2, model.layers, model.kv_heads, slots, model.head_dim)
                 self._caches[b][:, :, :, :filled] = old
         most = max(row.shape[3] for row in self._caches)
-        if most > len(self._cosine):
-            cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), torch.arange(most)[None])
-            self._cosine, self._sine = cosine[0].contiguous(), sine[0].contiguous()
+        if most > self._cosine.shape[1]:
+            shape = self._packed.shape
+            self._cosine, self._sine = shape.rotary_tables(self._rotary, most, shape.head_dim, self.device)
 
     def rewind(self, rejected: Tensor) -> None:
         self.lengths = [n - r for n, r in zip(self.lengths, rejected.tolist(), strict=True)]

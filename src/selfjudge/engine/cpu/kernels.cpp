@@ -1,4 +1,4 @@
-// One forward pass of a Llama- or Qwen2-shaped model over a few tokens, on a CPU.
+// One forward pass of a described model (models/shape.py) over a few tokens, on a CPU.
 //
 // Decoding needs every weight once per pass, however many tokens the pass has. General matrix libraries repack the
 // weights for 2 or more tokens, which costs more than that. Here each thread reads its share of the rows of every
@@ -104,6 +104,11 @@ inline float silu(float x) {
   return x * (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
+inline float gelu(float x) {  // by tanh: x times the logistic function of 2 · sqrt(2/π) · (x + 0.044715 x³)
+  const float z = 1.5957691216f * (x + 0.044715f * x * x * x), e = exp_neg(-std::fabs(z));
+  return x * (z < 0 ? e : 1.0f) / (1.0f + e);
+}
+
 }  // namespace
 
 extern "C" {
@@ -117,12 +122,17 @@ struct Matrix {
 
 struct Layer {
   Matrix query, key, value, out, gate, up, down;
-  const float *attention_norm, *mlp_norm;
+  const float *attention_norm, *mlp_norm;    // before attention and feed-forward layer, or null
+  const float *attention_after, *mlp_after;  // of what they add to the residual stream, or null
+  const float *query_norm, *key_norm;        // [head_dim], or [heads, head_dim] with whole_norms; or null
+  int32_t window;                            // positions that a token sees, its own included; 0: all
+  int32_t table;                             // which rotary table
 };
 
 struct Model {
   int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
-  float epsilon;
+  float epsilon, attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;  // cap 0: none
+  int32_t gelu, whole_norms;
   const void* embedding;  // [vocabulary, hidden] as in the file, or as packed
   int32_t embedding_type, embedding_packed;
   const Layer* layer;
@@ -140,7 +150,7 @@ struct Pass {
   const int32_t *row, *position;  // [tokens]
   const int32_t* output;     // [outputs] tokens whose logits are wanted
   const int32_t* row_slots;  // [rows]
-  const float *cosine, *sine;  // [slots, head_dim]
+  const float *cosine, *sine;  // [tables, table_slots, head_dim]
   float* const* cache;       // of each row: keys and values [2, layers, kv_heads, row_slots, head_dim]
   float* logits;             // [outputs, head.rows]
   float* states;             // [outputs, hidden] after the final norm
@@ -152,6 +162,7 @@ struct Pass {
   const float* states_in;    // [tokens, states_width] a head's own states (hidden) or target features (3 · hidden)
   int32_t states_width;
   float* residual;           // [outputs, hidden] a head's states after its layer
+  int32_t table_slots;
 };
 
 }  // extern "C"
@@ -299,9 +310,12 @@ constexpr int64_t quantised_floats(int64_t width) {  // of one token
   return blocks::activations(width + blocks::kGroup - 1) * static_cast<int64_t>(sizeof(blocks::Activation)) / 4;
 }
 
+constexpr int kAligned = 16;  // a multiple of kWide
 constexpr int kKeys = 32;  // keys or values that stay in the first-level cache while several queries use them
 
-void softmax(float* x, int count) {
+// Of scores x, of which the first `hidden` are not seen.
+void softmax(float* x, int hidden, int count) {
+  for (int s = 0; s < hidden; ++s) x[s] = x[hidden];
   int s = 0;
   Wide high = Wide{} + x[0];
   for (; s + kWide <= count; s += kWide) {
@@ -312,6 +326,7 @@ void softmax(float* x, int count) {
   for (int i = 1; i < kWide; ++i) most = high[i] > most ? high[i] : most;
   for (; s < count; ++s) most = x[s] > most ? x[s] : most;
   for (s = 0; s < count; ++s) x[s] = exp_neg(x[s] - most);
+  for (s = 0; s < hidden; ++s) x[s] = 0;
   Wide sum = {};
   for (s = 0; s + kWide <= count; s += kWide) sum += load_wide(x + s);
   float mass = total(folded(sum));
@@ -361,7 +376,9 @@ struct Heads {
   const float* q;       // [tokens, stride] of which the first heads · D
   int stride, heads;
   const float *k, *v;   // [count + tokens - 1, D]
-  int count, D;         // token t sees the first count + t of them
+  int count, D;         // token t sees the first count + t of them, without the first hidden + t
+  int hidden;           // less than −kTokens without a window
+  float scale, cap;
   float* scores;        // [heads, tokens, slots]
   int slots;
   float* out;           // [tokens, out_stride]
@@ -371,7 +388,7 @@ struct Heads {
 template <int T>
 void attend(const Heads& a) {
   const int D = a.D;
-  const float root = 1.0f / std::sqrt(static_cast<float>(D));
+  const float root = a.scale;
   float y[kTokens][kRows];
   for (int from = 0; from < a.count; from += kKeys) {
     const int to = from + kKeys < a.count ? from + kKeys : a.count;
@@ -396,7 +413,9 @@ void attend(const Heads& a) {
         multiply<1, 1>(a.q + static_cast<int64_t>(t) * a.stride + g * D, 0, a.k + static_cast<int64_t>(s) * D, D, y);
         score[s] = y[0][0] * root;
       }
-      softmax(score, a.count + t);
+      if (a.cap > 0)
+        for (int s = 0; s < a.count + t; ++s) score[s] = a.cap * std::tanh(score[s] / a.cap);
+      softmax(score, a.hidden + t > 0 ? a.hidden + t : 0, a.count + t);
     }
   for (int t = 0; t < T; ++t)
     std::memset(a.out + static_cast<int64_t>(t) * a.out_stride, 0, sizeof(float) * a.heads * D);
@@ -431,12 +450,12 @@ int64_t widest_input(const Model& model) {
 
 extern "C" {
 
-// Floats of scratch a pass of `tokens` needs. Layout: shared x, qkv, attention, mlp; then per thread the quantised
+// Floats of scratch a pass of `tokens` needs. Layout: shared x, added, qkv, attention, mlp; then per thread the quantised
 // input, the normalised input and attention scores.
 int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t threads) {
   const int64_t attention = static_cast<int64_t>(model->heads) * model->head_dim, widest = widest_input(*model);
   const int64_t qkv = (model->heads + 2 * model->kv_heads) * static_cast<int64_t>(model->head_dim);
-  const int64_t shared = tokens * (model->hidden + qkv + attention + model->intermediate);
+  const int64_t shared = tokens * (2 * model->hidden + qkv + attention + model->intermediate);
   const int64_t scores = static_cast<int64_t>(slots) * kTokens * (model->heads / model->kv_heads);
   return shared + threads * (tokens * widest + tokens * quantised_floats(widest) + scores) + 64;
 }
@@ -446,7 +465,8 @@ void forward(const Model* model, const Pass* pass) {
   const int G = heads / kv, I = model->intermediate, width = (heads + 2 * kv) * D;
   const int64_t widest = widest_input(*model);
   float* x = pass->scratch;
-  float* qkv = x + static_cast<int64_t>(M) * H;
+  float* added = x + static_cast<int64_t>(M) * H;
+  float* qkv = added + static_cast<int64_t>(M) * H;
   float* mixed = qkv + static_cast<int64_t>(M) * width;
   float* active = mixed + static_cast<int64_t>(M) * heads * D;
   float* shared_end = active + static_cast<int64_t>(M) * I;
@@ -501,6 +521,8 @@ void forward(const Model* model, const Pass* pass) {
       } else {
         blocks::dequantise(type, rows + pass->ids[m] * blocks::row_bytes(type, H), H, to);
       }
+      if (model->embedding_scale != 1)
+        for (int k = 0; k < H; ++k) to[k] *= model->embedding_scale;
     };
     if (!model->state_norm) {
       for (int m = thread; m < M; m += threads) embed(m, x + static_cast<int64_t>(m) * H);
@@ -546,12 +568,23 @@ void forward(const Model* model, const Pass* pass) {
       if (model->norm_before_residual)  // since the barrier no thread reads the old state
         for (int m = thread; m < M; m += threads)
           std::memcpy(x + static_cast<int64_t>(m) * H, normed + (static_cast<int64_t>(m) * 2 + 1) * H, sizeof(float) * H);
+      if (layer.query_norm && model->whole_norms) {
+        for (int m = thread; m < M; m += threads) {
+          float* p = qkv + static_cast<int64_t>(m) * width;
+          normalise(p, layer.query_norm, model->epsilon, 1, heads * D, p);
+          normalise(p + heads * D, layer.key_norm, model->epsilon, 1, kv * D, p + heads * D);
+        }
+#pragma omp barrier
+      }
       // rotate queries and keys, store keys and values
+      const int64_t table = static_cast<int64_t>(layer.table) * pass->table_slots;
       for (int i = thread; i < M * (heads + kv); i += threads) {
         const int m = i / (heads + kv), h = i % (heads + kv);
         float* p = qkv + static_cast<int64_t>(m) * width + h * D;
-        const float* c = pass->cosine + static_cast<int64_t>(pass->position[m]) * D;
-        const float* s = pass->sine + static_cast<int64_t>(pass->position[m]) * D;
+        const float* c = pass->cosine + (table + pass->position[m]) * D;
+        const float* s = pass->sine + (table + pass->position[m]) * D;
+        if (layer.query_norm && !model->whole_norms)
+          normalise(p, h < heads ? layer.query_norm : layer.key_norm, model->epsilon, 1, D, p);
         for (int d = 0; d < D / 2; ++d) {
           const float a = p[d], b = p[d + D / 2];
           p[d] = a * c[d] - b * s[d];
@@ -582,22 +615,40 @@ void forward(const Model* model, const Pass* pass) {
         const int row = row_of(m), first = position_of(m);
         for (n = 1; n < kTokens && m + n < tokens && row_of(m + n) == row; ++n)
           if (position_of(m + n) != first + n) break;
+        // keys before a window are left out by whole registers: sums then have one order, whatever else is in the pass
+        const int hidden = layer.window ? first - layer.window + 1 : -2 * kTokens;
+        const int from = hidden > 0 ? hidden / kAligned * kAligned : 0;
         for (int part = 0; part < parts; ++part) {
           if (turn++ % threads != thread) continue;
           const int h = part * together;
-          const float* k = cached(row, l, h / G);
+          const float* k = cached(row, l, h / G) + static_cast<int64_t>(from) * D;
           attend(n, {qkv + static_cast<int64_t>(m) * width + h * D, width, together, k, k + values_offset(row),
-                     first + 1, D, scores, pass->slots,
+                     first + 1 - from, D, hidden - from, model->attention_scale, model->attention_cap, scores, pass->slots,
                      mixed + (static_cast<int64_t>(m) * heads + h) * D, heads * D});
         }
       }
 #pragma omp barrier
-      auto add = [&](int m, int n, int count, const float* y) {
-        float* at = x + static_cast<int64_t>(m) * H + n;
-        for (int j = 0; j < count; ++j) at[j] += y[j];
-      };
-      product(layer.out, input({&layer.out}, mixed, nullptr, tokens), tokens, thread, threads, add);
+      // x += scale · y, or y first goes into `added` and is normalised
+      auto add = [&](const Matrix& w, const float* values, const float* after) {
+        product(w, input({&w}, values, nullptr, tokens), tokens, thread, threads,
+                [&](int m, int n, int count, const float* y) {
+                  float* at = (after ? added : x) + static_cast<int64_t>(m) * H + n;
+                  if (after) {
+                    std::memcpy(at, y, sizeof(float) * count);
+                    return;
+                  }
+                  for (int j = 0; j < count; ++j) at[j] += model->residual_scale * y[j];
+                });
 #pragma omp barrier
+        if (!after) return;
+        for (int m = thread; m < tokens; m += threads) {
+          float *y = added + static_cast<int64_t>(m) * H, *at = x + static_cast<int64_t>(m) * H;
+          normalise(y, after, model->epsilon, 1, H, y);
+          for (int j = 0; j < H; ++j) at[j] += model->residual_scale * y[j];
+        }
+#pragma omp barrier
+      };
+      add(layer.out, mixed, layer.attention_after);
       const Input mlp_input = input({&layer.gate, &layer.up}, x, layer.mlp_norm, tokens);
       // gate and up have the same shape, so a thread's share of both is the same: no barrier between them
       product(layer.gate, mlp_input, tokens, thread, threads, [&](int m, int n, int count, const float* y) {
@@ -605,11 +656,14 @@ void forward(const Model* model, const Pass* pass) {
       });
       product(layer.up, mlp_input, tokens, thread, threads, [&](int m, int n, int count, const float* y) {
         float* at = active + static_cast<int64_t>(m) * I + n;
+        if (model->gelu) {
+          for (int j = 0; j < count; ++j) at[j] = gelu(at[j]) * y[j];
+          return;
+        }
         for (int j = 0; j < count; ++j) at[j] = silu(at[j]) * y[j];
       });
 #pragma omp barrier
-      product(layer.down, input({&layer.down}, active, nullptr, tokens), tokens, thread, threads, add);
-#pragma omp barrier
+      add(layer.down, active, layer.mlp_after);
     }
     // logits: the last layer left only the tokens whose outputs are wanted
     for (int i = thread; i < tokens; i += threads) {
@@ -620,7 +674,12 @@ void forward(const Model* model, const Pass* pass) {
 #pragma omp barrier
     product(model->head, input({&model->head}, pass->states, nullptr, tokens), tokens, thread, threads,
             [&](int m, int n, int count, const float* y) {
-              std::memcpy(pass->logits + static_cast<int64_t>(m) * model->head.rows + n, y, sizeof(float) * count);
+              float* at = pass->logits + static_cast<int64_t>(m) * model->head.rows + n;
+              std::memcpy(at, y, sizeof(float) * count);
+              if (model->logit_scale != 1)
+                for (int j = 0; j < count; ++j) at[j] *= model->logit_scale;
+              if (model->logit_cap > 0)
+                for (int j = 0; j < count; ++j) at[j] = model->logit_cap * std::tanh(at[j] / model->logit_cap);
             });
   }
 }

@@ -28,14 +28,27 @@ class Matrix(ctypes.Structure):
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        ("attention_norm", ctypes.c_void_p), ("mlp_norm", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "attention_norm", "mlp_norm", "attention_after", "mlp_after", "query_norm", "key_norm",
+            )
+        ),
+        ("window", ctypes.c_int32), ("table", ctypes.c_int32),
     )  # fmt: skip
 
 
 class Model(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        ("epsilon", ctypes.c_float), ("embedding", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_float)
+            for name in (
+                "epsilon", "attention_scale", "attention_cap", "embedding_scale", "residual_scale", "logit_scale",
+                "logit_cap",
+            )
+        ),
+        ("gelu", ctypes.c_int32), ("whole_norms", ctypes.c_int32), ("embedding", ctypes.c_void_p),
         ("embedding_type", ctypes.c_int32), ("embedding_packed", ctypes.c_int32),
         ("layer", ctypes.POINTER(Layer)), ("norm", ctypes.c_void_p), ("head", Matrix),
         ("state_norm", ctypes.c_void_p), ("fuse", Matrix), ("norm_before_residual", ctypes.c_int32),
@@ -54,6 +67,7 @@ class Pass(ctypes.Structure):
         ),
         ("threads", ctypes.c_int32), ("taps", ctypes.c_int32), ("tap", ctypes.c_void_p), ("features", ctypes.c_void_p),
         ("states_in", ctypes.c_void_p), ("states_width", ctypes.c_int32), ("residual", ctypes.c_void_p),
+        ("table_slots", ctypes.c_int32),
     )  # fmt: skip
 
 

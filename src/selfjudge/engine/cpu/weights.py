@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
 from selfjudge.models.device import give_back
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import MATRICES, NORMS, GgufFile, gguf_file, head_width, int8_blocks, row_order
+from selfjudge.models.gguf import GgufFile, gguf_file, int8_blocks, row_order
 from selfjudge.models.loaded import LoadedModel
+from selfjudge.models.shape import LayerPart, Shape, describe_model
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
@@ -27,43 +28,73 @@ class PackedWeights:
     """The model as the kernel reads it, and the arrays that its addresses point to."""
 
     def __init__(self, model: PreTrainedModel, int8: bool) -> None:
-        config, file = model.config.get_text_config(), gguf_file(model)
-        self._set_up(int8, config.num_hidden_layers)
-        embedding, norm, head = self._from_modules(model) if file is None else self._from_file(file, config)
-        self.model = Model(
-            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
-            head_width(config), config.intermediate_size, config.rms_norm_eps, *embedding, self.layers, norm, head,
-        )  # fmt: skip
+        file = gguf_file(model)
+        self._set_up(int8, describe_model(model))
+        if file is None:
+            embedding, norm, head = self._from_modules(model)
+        else:
+            embedding, norm, head = self._from_file(file, row_order(model.config))
+        self.model = Model(*self._sizes(), *embedding, self.layers, norm, head)
         give_back()  # the memory that packing needed
 
-    def _set_up(self, int8: bool, layers: int) -> None:
+    def _set_up(self, int8: bool, shape: Shape) -> None:
         self.kept: list[Any] = []
         self.bytes_per_pass = 0
         self.int8 = int8
         self.kernel = library("native")
-        self.layers = (Layer * layers)()
+        self.shape = shape
+        self.layers = (Layer * shape.layers)()
+        for layer, window, kind in zip(self.layers, shape.windows, shape.rotary, strict=True):
+            layer.window, layer.table = window, shape.rotary_kinds.index(kind)
+        columns = shape.rotated_columns(shape.head_dim)
+        self._columns = None if columns is None else columns.numpy().astype(np.int32)
+
+    def _sizes(self) -> tuple[Any, ...]:
+        """The first fields of the kernel's model."""
+        s = self.shape
+        return (
+            s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.epsilon, s.attention_scale,
+            s.attention_cap, s.embedding_scale, s.residual_scale, s.logit_scale, s.logit_cap,
+            s.activation == "gelu", s.family.qk_norm == "whole",
+        )  # fmt: skip
+
+    def _order(self, field: str, rows: int) -> NDArray[np.int32] | None:
+        """The order of the rows of queries and keys, and of their norms; None where it is their own."""
+        if self._columns is None or not field.startswith(("query", "key")):
+            return None
+        heads = np.arange(rows // self.shape.head_dim, dtype=np.int32)[:, None] * self.shape.head_dim
+        return np.ascontiguousarray(heads + self._columns).reshape(-1)
 
     # -------------------------------------------------------------------------------------- from a model's own tensors
 
     def _from_modules(self, model: PreTrainedModel) -> _OuterWeights:
         body, head = model.base_model, model.get_output_embeddings()
         if self.int8:
-            linear = [module for module in body.layers.modules() if isinstance(module, nn.Linear)]
-            self._make_room((Q8_0, *module.weight.shape) for module in [*linear, head])
+            matrices = [(Q8_0, part.rows, part.cols) for part in self.shape.matrices] * self.shape.layers
+            self._make_room([*matrices, (Q8_0, *head.weight.shape)])
         for layer, source in zip(self.layers, body.layers, strict=True):
             self._fill_layer(layer, source)
         embedding = self._pointer(body.embed_tokens.weight), F32, False
-        return embedding, self._pointer(body.norm.weight), self._matrix(head.weight)
+        return embedding, self._norm(body.norm), self._matrix(head.weight)
 
     def _fill_layer(self, layer: Layer, source: nn.Module) -> None:
         """The weights of a layer of transformers, or of a head, whose parts have the same names."""
         module: Any
-        for part in MATRICES:
+        for part in self.shape.matrices:
             module = source.get_submodule(part.module)
-            setattr(layer, part.field, self._matrix(module.weight, module.bias))
-        for part in NORMS:
-            module = source.get_submodule(part.module)
-            setattr(layer, part.field, self._pointer(module.weight))
+            rows: Any = slice(part.first, part.first + part.rows)
+            if (order := self._order(part.field, part.rows)) is not None:
+                rows = torch.from_numpy(part.first + order)
+            bias = None if module.bias is None else module.bias[rows]
+            setattr(layer, part.field, self._matrix(module.weight[rows], bias))
+        for part in self.shape.norms:
+            setattr(
+                layer, part.field, self._norm(source.get_submodule(part.module), self._order(part.field, part.cols))
+            )
+
+    def _norm(self, module: Any, order: NDArray[np.int32] | None = None) -> int:
+        weight = module.weight + self.shape.family.norm_offset if self.shape.family.norm_offset else module.weight
+        return self._pointer(weight if order is None else weight[torch.from_numpy(order)])
 
     def _pointer(self, tensor: Tensor) -> int:
         tensor = tensor.detach().contiguous()
@@ -80,21 +111,31 @@ class PackedWeights:
 
     # ---------------------------------------------------------------------------------------------- from a GGUF file
 
-    def _from_file(self, file: GgufFile, config: PretrainedConfig) -> _OuterWeights:
+    def _from_file(self, file: GgufFile, heads: NDArray[np.int32] | None) -> _OuterWeights:
+        """`heads` is where the rows of a head lie in the file."""
         head_name = output_name(file)
-        self._make_room(
-            (tensor.kind, tensor.rows, tensor.cols)
-            for name, tensor in file.tensors.items()
-            if tensor.kind not in (F32, F16) and name.startswith(("blk.", head_name))
-        )
+        matrices = [(f"blk.{i}.{part.gguf}", part) for i in range(self.shape.layers) for part in self.shape.matrices]
+        kinds = [(file.tensors[f"{name}.weight"].kind, part.rows, part.cols) for name, part in matrices]
+        output = file.tensors[f"{head_name}.weight"]
+        self._make_room(one for one in [*kinds, (output.kind, output.rows, output.cols)] if one[0] not in (F32, F16))
         for i, layer in enumerate(self.layers):
-            for part in MATRICES:
-                order = row_order(config, f"blk.{i}.{part.gguf}.weight")
+            for part in self.shape.matrices:
+                order = self._file_order(part, heads)
                 setattr(layer, part.field, self._file_matrix(file, f"blk.{i}.{part.gguf}", order))
-            for part in NORMS:
-                setattr(layer, part.field, self._file_floats(file, f"blk.{i}.{part.gguf}.weight"))
+            for part in self.shape.norms:  # a file has their offset in them
+                order = self._order(part.field, part.cols)
+                setattr(layer, part.field, self._file_floats(file, f"blk.{i}.{part.gguf}.weight", order))
         head = self._file_matrix(file, head_name)
         return self._file_embedding(file, head), self._file_floats(file, "output_norm.weight"), head
+
+    def _file_order(self, part: LayerPart, heads: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+        """The rows of a tensor of a file that a matrix is made of; None: all, as they are."""
+        order, rows = self._order(part.field, part.rows), np.arange(part.rows, dtype=np.int32)
+        if heads is not None and part.field in ("query", "key"):
+            rows = rows.reshape(-1, len(heads))[:, heads].reshape(-1)
+        elif order is None and not self.shape.family.fused:
+            return None
+        return np.ascontiguousarray((rows if order is None else rows[order]) + np.int32(part.first))
 
     def _file_embedding(self, file: GgufFile, head: Matrix) -> tuple[int, int, bool]:
         """Address and type of the embedding: the rows of the output matrix where the two are one, else a copy."""
@@ -152,15 +193,15 @@ class PackedHead(PackedWeights):
     """A head as the kernel reads it. The rows of embedding and output are the target's, in its own format."""
 
     def __init__(self, head: EagleHead, target: LoadedModel, int8: bool) -> None:
-        config, layer = head.config, head.layer
+        shape, layer = head.config.shape, head.layer
         file: Any = target.file  # there is one wherever the head lacks embedding or output
-        self._set_up(int8, layers=1)
+        self._set_up(int8, shape)
         kind = Q8_0 if int8 else F32
-        matrices: list[Any] = [layer.get_submodule(part.module) for part in MATRICES]
+        matrices: list[Any] = [layer.get_submodule(part.module) for part in shape.matrices]
         shapes = [(kind, *module.weight.shape) for module in (*matrices, head.fc)]
         if head.output is None:
             kind = file.tensors[f"{output_name(file)}.weight"].kind
-        shapes.append((kind, len(head.draft_ids), config.hidden_size))
+        shapes.append((kind, len(head.draft_ids), shape.hidden))
         self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
         self._fill_layer(self.layers[0], layer)
         if head.embedding is None:
@@ -175,9 +216,8 @@ class PackedHead(PackedWeights):
         else:
             rows = self._matrix(head.output)
         self.model = Model(
-            1, config.hidden_size, config.heads, config.kv_heads, config.head_dim, config.intermediate_size, config.eps,
-            *embedding, self.layers, self._pointer(head.norm.weight), rows, self._pointer(layer.hidden_norm.weight),
-            self._matrix(head.fc.weight), config.norm_before_residual,
+            *self._sizes(), *embedding, self.layers, self._norm(head.norm), rows,
+            self._pointer(layer.hidden_norm.weight), self._matrix(head.fc.weight), head.config.norm_before_residual,
         )  # fmt: skip
 
 

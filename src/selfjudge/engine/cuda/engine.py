@@ -1,4 +1,4 @@
-"""The CUDA engine: Llama- and Qwen2-shaped models with a static cache, every pass of one shape, replayed as a graph.
+"""The CUDA engine: described models with a static cache, every pass of one shape, replayed as a graph.
 
 Row b of the cache holds its tokens at slots 0 … length−1. Rejected tokens are overwritten, so a rewind is a subtraction
 on the device. The last slot takes padding tokens. A smaller batch lives in the first rows of the same cache, so what
@@ -15,17 +15,19 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine, HeadEngine, Output, shape_reason
+from selfjudge.engine.base import Engine, HeadEngine, Output
 from selfjudge.engine.cuda.kernels_torch import Kernels, Packing
+from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
+from selfjudge.models.shape import UnknownShapeError, describe_model
 from selfjudge.models.tokens import context_window
 from selfjudge.ops import has_triton
 
@@ -36,77 +38,16 @@ ASIDES = 2  # engines made by `aside` that are kept with their cache and graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 
 
+WIDEST_HEAD = 256  # columns of a head that the kernels can hold
+
+
 def why_not(module: PreTrainedModel | EagleHead) -> str | None:
     """Why this engine cannot run a model or a head; None if it can."""
-    if isinstance(module, EagleHead):
-        dim = module.config.head_dim
-    elif (reason := shape_reason(module)) is not None:
-        return reason
-    else:
-        dim = module.model.layers[0].self_attn.head_dim
-    if module.device.type == "cuda" and dim not in (16, 32, 64, 128, 256):
-        return f"its heads are {dim} wide"
-    if not isinstance(module, EagleHead) and module.model.layers[0].mlp.gate_proj.bias is not None:
-        return "its feed-forward layers have biases"
-    return None
-
-
-class LayerWeights(NamedTuple):
-    """A decoder layer: queries, keys and values fused into one matrix, gate and up into another."""
-
-    attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-    @classmethod
-    def fuse(cls, layer: Any) -> LayerWeights:
-        """Fuse a layer of transformers, or of a head, whose parts have the same names."""
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-        return cls(
-            layer.input_layernorm.weight.detach(),
-            torch.cat([part.weight.detach() for part in qkv]),
-            None if qkv[0].bias is None else torch.cat([part.bias.detach() for part in qkv]),
-            attention.o_proj.weight.detach(),
-            None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
-            layer.post_attention_layernorm.weight.detach(),
-            torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
-            mlp.down_proj.weight.detach(),
-        )
-
-
-class _Weights:
-    """The weights of a model as the kernels read them."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        config, body = model.config.get_text_config(), model.base_model
-        self.layers = [LayerWeights.fuse(layer) for layer in body.layers]
-        self.embedding = body.embed_tokens.weight.detach()
-        self.norm = body.norm.weight.detach()
-        self.head = model.get_output_embeddings().weight.detach()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.dim = body.layers[0].self_attn.head_dim
-        self.epsilon: float = config.rms_norm_eps
-        self.rotary = body.rotary_emb
-
-
-class _HeadWeights:
-    """The weights of a head as the kernels read them."""
-
-    def __init__(self, head: EagleHead) -> None:
-        config = head.config
-        assert head.embedding is not None
-        assert head.output is not None
-        self.layers = [LayerWeights.fuse(head.layer)]
-        self.fuse, self.state_norm = head.fc.weight.detach(), head.layer.hidden_norm.weight.detach()
-        self.norm, self.head, self.embedding = head.norm.weight.detach(), head.output, head.embedding
-        self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
-        self.epsilon, self.rotary, self.norm_before_residual = config.eps, head.rotary_emb, config.norm_before_residual
+    try:
+        shape = module.config.shape if isinstance(module, EagleHead) else describe_model(module)
+    except UnknownShapeError as error:
+        return str(error)
+    return f"its heads are {shape.head_dim} wide" if shape.head_dim > WIDEST_HEAD or shape.head_dim % 2 else None
 
 
 def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
@@ -145,7 +86,7 @@ class CudaEngine(Engine):
     ) -> None:
         loaded = as_loaded(model)
         module = loaded.causal_lm
-        self.weights = loaded.keep("cuda weights", lambda: _Weights(module))
+        self.weights = loaded.keep("cuda weights", lambda: ModelWeights(module))
         self.device, self.dtype = module.device, module.dtype
         self.vocab_size: int = self.weights.head.shape[0]
         self.window = context_window(module)
@@ -161,7 +102,7 @@ class CudaEngine(Engine):
         self._pool: Any = None  # memory pool that graphs share: they never run at the same time
         self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its graph
         self.lengths = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
-        self._rotary = self._lengths, self._lengths  # cosine and sine by position
+        self._rotary: list[tuple[Tensor, Tensor]] = []  # of every kind cosine and sine by position
         self._keys = self._values = torch.empty(0, 0, dtype=self.dtype, device=self.device)
         self.use_rows(0)
 
@@ -196,9 +137,7 @@ class CudaEngine(Engine):
         self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.slots = slots
         self.use_rows(batch)
-        positions = torch.arange(slots, device=self.device)[None]
-        cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
-        self._rotary = cosine[0].float().contiguous(), sine[0].float().contiguous()
+        self._rotary = list(zip(*w.shape.rotary_tables(w.rotary, slots, w.dim, self.device), strict=True))
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
@@ -245,7 +184,7 @@ class CudaEngine(Engine):
         keep = width if keep is None else keep
         if not self.slots:
             self.reserve(batch, self.window)
-        x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
+        x, slot, position = self._begin(tokens, counts, self.lengths)
         lengths = row_lengths(counts, batch, width)
         allocate = x.new_empty if min(lengths) == width else x.new_zeros  # padding may be left out of passes
         features = allocate(batch, width, len(self._features) * x.shape[2]) if self._features else None
@@ -264,13 +203,19 @@ class CudaEngine(Engine):
             output = self.extend(tokens)
             self.rewind(width - counts)
             return output
-        packing, kernels = Packing.of(counts, width, total), self._kernels
+        packing = Packing.of(counts, width, total)
         chosen, before = tokens[packing.row, packing.column, None], self.lengths[packing.row] + packing.column
-        x, slot, position = kernels.begin(chosen, packing.valid, before, self.slots, self.weights.embedding)
+        x, slot, position = self._begin(chosen, packing.valid, before)
         features = x.new_empty(total, 1, len(self._features) * x.shape[2]) if self._features else None
         output = self._forward(x, slot, position, slice(0, batch), 1, features, packing)
         self.lengths.add_(counts)
         return output.take(packing.place)
+
+    def _begin(self, tokens: Tensor, counts: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Embed tokens; their slots and positions."""
+        w = self.weights
+        x, slot, position = self._kernels.begin(tokens, counts, lengths, self.slots, w.embedding)
+        return x if w.embedding_scale == 1 else x.mul_(w.embedding_scale), slot, position
 
     def aside(self) -> Self:
         if self._asides:
@@ -324,21 +269,35 @@ class CudaEngine(Engine):
         """
         w, kernels = self.weights, self._kernels
         batch, width = slot.shape
+        epsilon, scale = w.epsilon, w.shape.residual_scale
         x = x.reshape(batch * width, -1)
         parts: Tensor | None = None
-        for i, (attention_norm, qkv, bias, out, out_bias, mlp_norm, gate_up, down) in enumerate(w.layers):
+        after: Tensor | None = None
+        for i, layer in enumerate(w.layers):
             keys, values = self.keys[i, rows], self.values[i, rows]
-            normed = kernels.norm(x, parts, attention_norm, w.epsilon)
+            normed = kernels.norm(x, parts, layer.attention_norm, epsilon, after, scale)
             for n, wanted in enumerate(self._features):  # a shallow model's low and high layer may be the same
                 if features is not None and wanted == i:
                     features[:, :, n * x.shape[1] : (n + 1) * x.shape[1]] = x.view(batch, width, -1)
-            mixed = kernels.product(normed, qkv, bias)
-            q = kernels.rotate(mixed, self._rotary, (slot, position), (keys, values), w.heads, packing)
-            parts = kernels.add(x, kernels.attention(q, keys, values, position, packing), out, out_bias)
-            parts = kernels.add(x, kernels.gated(kernels.norm(x, parts, mlp_norm, w.epsilon), gate_up), down, None)
-        y = kernels.norm(x, parts, w.norm, w.epsilon).view(batch, width, -1)[:, width - keep :]
-        logits = F.linear(y.reshape(batch * keep, -1), w.head)
+            q = kernels.rotate(
+                kernels.product(normed, layer.qkv, layer.qkv_bias),
+                self._rotary[layer.table], (slot, position), (keys, values), w.heads, packing, layer.head_norms,
+            )  # fmt: skip
+            mixed = kernels.attention(q, keys, values, position, packing, layer.scoring)
+            parts = kernels.add(x, mixed, layer.out, layer.out_bias, w.apart)
+            normed = kernels.norm(x, parts, layer.mlp_norm, epsilon, layer.attention_after, scale)
+            inner = kernels.gated(normed, layer.gate_up, layer.gate_up_bias, w.shape.activation)
+            parts, after = kernels.add(x, inner, layer.down, layer.down_bias, w.apart), layer.mlp_after
+        y = kernels.norm(x, parts, w.norm, epsilon, after, scale).view(batch, width, -1)[:, width - keep :]
+        logits = self._cap(F.linear(y.reshape(batch * keep, -1), w.head))
         return Output(logits.view(batch, keep, -1), y if self._want_hidden else None, features)
+
+    def _cap(self, logits: Tensor) -> Tensor:
+        """Logits as the model scales and limits them."""
+        shape = self.weights.shape
+        if shape.logit_scale != 1:
+            logits = logits * shape.logit_scale
+        return torch.tanh(logits / shape.logit_cap) * shape.logit_cap if shape.logit_cap else logits
 
     def bucket(self, rows: int, now: int = 0) -> int:
         """Graphs are captured for 1, 2, 4, 8 … rows; idle rows stay until they are half of the batch."""
@@ -392,12 +351,12 @@ class CudaEngine(Engine):
 class CudaHead(CudaEngine, HeadEngine):
     """An EAGLE-3 head: one layer, whose entries are made of a token and a state."""
 
-    weights: _HeadWeights  # type: ignore[assignment]
+    weights: HeadWeights  # type: ignore[assignment]
 
     def __init__(self, draft: EagleHead | Draft) -> None:
         draft = as_draft(draft)
         head = draft.eagle_head
-        self.weights = draft.keep("cuda weights", lambda: _HeadWeights(head))
+        self.weights = draft.keep("cuda weights", lambda: HeadWeights(head))
         self.device, self.dtype = head.device, head.dtype
         self.window, self.vocabulary, self.hidden_size = head.window, head.draft_ids, head.config.hidden_size
         self._want_hidden, self._features = False, ()
@@ -431,13 +390,14 @@ class CudaHead(CudaEngine, HeadEngine):
             x = n.clone()
         both = torch.cat([kernels.norm(e.view(batch * width, size), None, layer.attention_norm, w.epsilon), n], 1)
         qkv = kernels.product(both, layer.qkv, None)
-        q = kernels.rotate(qkv, self._rotary, (slot, position), (keys, values), w.heads)
+        q = kernels.rotate(qkv, self._rotary[0], (slot, position), (keys, values), w.heads)
         if keep < width:
             x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size).contiguous()
             q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()
         if not keep:
             return x.new_empty(batch, 0, len(w.head)), x.view(batch, 0, size)
-        parts = kernels.add(x, kernels.attention(q, keys, values, position), layer.out, None)
+        mixed = kernels.attention(q, keys, values, position, None, layer.scoring)
+        parts = kernels.add(x, mixed, layer.out, None)
         inner = kernels.gated(kernels.norm(x, parts, layer.mlp_norm, w.epsilon), layer.gate_up)
         parts = kernels.add(x, inner, layer.down, None)
         logits = F.linear(kernels.norm(x, parts, w.norm, w.epsilon), w.head)  # this norm completes x

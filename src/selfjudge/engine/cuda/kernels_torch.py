@@ -39,6 +39,43 @@ class Packing(NamedTuple):
         return cls(row, column, (places < start[-1]).long(), place, start)
 
 
+class HeadNorms(NamedTuple):
+    """Norms of queries and keys, before they are rotated."""
+
+    query: Tensor
+    """[D] for each head, or [Hq, D] for the whole row."""
+    key: Tensor
+    epsilon: float
+    dim: int
+    """Columns of a head that are not padding."""
+
+    def apply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm queries or keys [B, T, heads, D]."""
+        wide = x.float()
+        over, count = (-1, self.dim) if weight.dim() == 1 else ((-2, -1), self.dim * len(weight))
+        mean = wide.pow(2).sum(over, keepdim=True) / count
+        return times_weight(wide * torch.rsqrt(mean + self.epsilon), weight, x.dtype)
+
+
+class Scoring(NamedTuple):
+    """How attention scores keys."""
+
+    scale: float
+    window: int = 0
+    """Positions that a query sees, its own included; 0: all."""
+    cap: float = 0.0
+    """Largest score, by tanh; 0: any."""
+
+
+def times_weight(wide: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Normed values in float32 times a weight: in float32 where the weight is, else in `dtype`."""
+    return (wide * weight).to(dtype) if weight.dtype == torch.float32 else wide.to(dtype) * weight
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 class Kernels:
     """The steps of a pass as torch operations.
 
@@ -58,20 +95,43 @@ class Kernels:
         x = F.embedding(tokens.clamp(0, embedding.shape[0] - 1), embedding)
         return x, torch.where(valid, place, slots - 1), torch.where(valid, place, 0)
 
-    def norm(self, x: Tensor, parts: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Add the parts to x [M, H] in place; return x normalised. x must be contiguous."""
+    def norm(
+        self,
+        x: Tensor,
+        parts: Tensor | None,
+        weight: Tensor | None,
+        epsilon: float,
+        after: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """Add the parts to x [M, H] in place; return x normalised, or x itself without a weight. x must be contiguous.
+
+        The sum of the parts is normalised first where `after` is its weight, then multiplied with `scale`.
+        """
         assert x.is_contiguous()
+
+        def normed(values: Tensor, by: Tensor) -> Tensor:
+            wide = values.float()
+            return times_weight(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon), by, values.dtype)
+
         if parts is not None:
-            x.add_(parts.sum(0))
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
+            more = parts.sum(0)
+            if after is not None:
+                more = normed(more.to(x.dtype), after)
+            x.add_(more if scale == 1 else more * scale)
+        return x if weight is None else normed(x, weight)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[M, K] · [N, K]ᵀ → [S, M, N]"""
         return F.linear(x, weight, bias)[None]
 
-    def add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Add y · weightᵀ to x in place and return None, or return the parts [S, M, N] for the next `norm` to add."""
+    def add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, apart: bool = False) -> Tensor | None:
+        """Add y · weightᵀ to x in place and return None, or return the parts [S, M, N] for the next `norm` to add.
+
+        `apart` asks for the parts: that `norm` changes them first.
+        """
+        if apart:
+            return self.product(y, weight, bias)
         x.addmm_(y, weight.t())
         if bias is not None:
             x.add_(bias)
@@ -85,6 +145,7 @@ class Kernels:
         cache: TensorPair,
         heads: int,
         packing: Packing | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate queries and keys of [S, M, (Hq+2Hk)·D], cache keys and values; return queries [B, T, Hq, D].
 
@@ -94,6 +155,8 @@ class Kernels:
         batch, width = slot.shape
         kv, dim = keys.shape[1], keys.shape[3]
         q, k, v = qkv.sum(0).to(keys.dtype).view(batch, width, -1, dim).split([heads, kv, kv], 2)
+        if norms is not None:
+            q, k = norms.apply(q, norms.query), norms.apply(k, norms.key)
         c, s = cosine[position][:, :, None], sine[position][:, :, None]
 
         def rotated(t: Tensor) -> Tensor:
@@ -110,17 +173,33 @@ class Kernels:
         return rotated(q)
 
     def attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor, packing: Packing | None = None
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        position: Tensor,
+        packing: Packing | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         """[B, T, Hq, D] against the slots up to each query's position → [B·T, Hq·D]"""
         if packing is not None:
-            grid = self.attention(q[packing.place, 0], keys, values, position[packing.place, 0])
+            grid = self.attention(q[packing.place, 0], keys, values, position[packing.place, 0], None, scoring)
             return grid.view(*packing.place.shape, -1)[packing.row, packing.column]
-        seen = torch.arange(keys.shape[2], device=q.device) <= position[:, None, :, None]
-        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
+        scale, window, cap = scoring or Scoring(q.shape[-1] ** -0.5)
+        slot, at = torch.arange(keys.shape[2], device=q.device), position[:, None, :, None]
+        seen = (slot <= at) & (slot > at - window) if window else slot <= at
+        if cap:
+            group = q.shape[2] // keys.shape[1]
+            keys, values = (cache.repeat_interleave(group, 1) for cache in (keys, values))
+            scores = torch.tanh(q.transpose(1, 2) @ keys.transpose(2, 3) * (scale / cap)) * cap
+            mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1, torch.float32).to(q.dtype) @ values
+        else:
+            mixed = F.scaled_dot_product_attention(
+                q.transpose(1, 2), keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+            )
         return mixed.transpose(1, 2).reshape(q.shape[0] * q.shape[1], -1)
 
-    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[M, K] · [2I, K]ᵀ, gate and up → silu(gate) · up [M, I]"""
-        gate, up = F.linear(x, weight).chunk(2, -1)
-        return F.silu(gate) * up
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu") -> Tensor:
+        """[M, K] · [2I, K]ᵀ, gate and up → activation(gate) · up [M, I]"""
+        gate, up = F.linear(x, weight, bias).chunk(2, -1)
+        return (gelu_tanh if activation == "gelu" else F.silu)(gate) * up

@@ -1,0 +1,286 @@
+"""What a decoder is made of: one description, read from a config of transformers, that all fast engines run.
+
+A GGUF file is read as such a config first (`gguf.py`). Of a model type only what its config does not say stands here
+(`FAMILIES`). What cannot be described is refused with the property that is in the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+ROTARY = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+NO_ROTARY = "none"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class UnknownShapeError(ValueError):
+    """A property of a model that cannot be described."""
+
+
+class LayerPart(NamedTuple):
+    """A matrix or a norm of a decoder layer; `rows` of a matrix that may hold others as well, from row `first` on."""
+
+    field: str
+    """Its name in the layers of both engines."""
+    gguf: str
+    """Its name in a GGUF file, after `blk.N.`."""
+    module: str
+    """Its name in a checkpoint, after `model.layers.N.`."""
+    rows: int
+    cols: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of a type do, as far as their config does not say it. The defaults are Llama's."""
+
+    norms: str = "before"
+    """Where the norms of a layer stand: `before` attention and feed-forward layer, `after` them, or `both`."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms."""
+    wide_norms: bool = False
+    """Whether a norm is multiplied with its weights in float32."""
+    qk_norm: str = ""
+    """Norms of queries and keys: none, of each `head`, or of the `whole` row."""
+    fused: bool = False
+    """Whether queries, keys and values are one matrix of a checkpoint, and gate and up another."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied with the root of their width."""
+    windows: str = ""
+    """Which layers a sliding window has: none, `all`, or by the `layers` that the config lists."""
+    reads: tuple[str, ...] = ()
+    """Names in its config that other types ignore."""
+
+
+_GEMMA = {"norm_offset": 1.0, "wide_norms": True, "scaled_embedding": True}
+_GEMMA2 = {**_GEMMA, "norms": "both", "windows": "layers"}
+_GEMMA2_READS = ("hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention")
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(windows="all"),
+    "qwen2": Family(windows="layers"),
+    "qwen3": Family(windows="layers", qk_norm="head"),
+    "smollm3": Family(windows="layers", reads=("no_rope_layers",)),
+    "olmo2": Family(norms="after", wide_norms=True, qk_norm="whole"),
+    "phi3": Family(windows="all", fused=True, reads=("partial_rotary_factor",)),
+    "granite": Family(
+        reads=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    ),
+    "gemma": Family(**_GEMMA),  # type: ignore[arg-type]
+    "gemma2": Family(**_GEMMA2, reads=(*_GEMMA2_READS, "attn_logit_softcapping")),  # type: ignore[arg-type]
+    "gemma3_text": Family(**_GEMMA2, qk_norm="head", reads=_GEMMA2_READS),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a decoder is made of, without its weights."""
+
+    family: Family
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    attention_scale: float
+    windows: tuple[int, ...] = (0,)
+    """Positions that each layer sees, a token's own included; 0: all."""
+    rotary: tuple[str, ...] = ("",)
+    """Rotary embedding of each layer: the only one, that of its kind of layers, or `none`."""
+    rotary_dim: int = 0
+    """Columns of a head that are rotated."""
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_cap: float = 0.0
+    """Largest attention score, by tanh; 0: any. `logit_cap` likewise."""
+    logit_cap: float = 0.0
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+    @cached_property
+    def rotary_kinds(self) -> list[str]:
+        return sorted(set(self.rotary))
+
+    @cached_property
+    def matrices(self) -> tuple[LayerPart, ...]:
+        """The matrices of a layer, in the order of the CPU kernel."""
+        width, inner = self.hidden, self.intermediate
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        out = LayerPart("out", "attn_output", "self_attn.o_proj", width, queries)
+        down = LayerPart("down", "ffn_down", "mlp.down_proj", width, inner)
+        if self.family.fused:
+            qkv, gate_up = ("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")
+            return (
+                LayerPart("query", *qkv, queries, width),
+                LayerPart("key", *qkv, keys, width, queries),
+                LayerPart("value", *qkv, keys, width, queries + keys),
+                out,
+                LayerPart("gate", *gate_up, inner, width),
+                LayerPart("up", *gate_up, inner, width, inner),
+                down,
+            )
+        return (
+            LayerPart("query", "attn_q", "self_attn.q_proj", queries, width),
+            LayerPart("key", "attn_k", "self_attn.k_proj", keys, width),
+            LayerPart("value", "attn_v", "self_attn.v_proj", keys, width),
+            out,
+            LayerPart("gate", "ffn_gate", "mlp.gate_proj", inner, width),
+            LayerPart("up", "ffn_up", "mlp.up_proj", inner, width),
+            down,
+        )
+
+    @cached_property
+    def norms(self) -> tuple[LayerPart, ...]:
+        """The norms of a layer."""
+        names = [
+            ("attention_norm", "attn_norm", "input_layernorm"),
+            ("mlp_norm", "ffn_norm", "post_attention_layernorm"),
+        ]
+        if self.family.norms != "before":
+            names = [
+                names[0],
+                ("mlp_norm", "ffn_norm", "pre_feedforward_layernorm"),
+                ("attention_after", "post_attention_norm", "post_attention_layernorm"),
+                ("mlp_after", "post_ffw_norm", "post_feedforward_layernorm"),
+            ]
+        parts = [LayerPart(*name, 1, self.hidden) for name in names[2 if self.family.norms == "after" else 0 :]]
+        if self.family.qk_norm:
+            queries, keys = (self.heads, self.kv_heads) if self.family.qk_norm == "whole" else (1, 1)
+            parts.append(LayerPart("query_norm", "attn_q_norm", "self_attn.q_norm", 1, queries * self.head_dim))
+            parts.append(LayerPart("key_norm", "attn_k_norm", "self_attn.k_norm", 1, keys * self.head_dim))
+        return tuple(parts)
+
+    def rotated_columns(self, width: int) -> Tensor | None:
+        """Order of the columns of a head of queries or keys, which engines pair by halves; None where it is their own.
+
+        A head gets `width` columns; −1 marks a column of zeros. Columns that are not rotated fill both halves.
+        """
+        if width == self.head_dim == self.rotary_dim:
+            return None
+        half, rest = self.rotary_dim // 2, list(range(self.rotary_dim, self.head_dim))
+        rest += [-1] * (width - self.head_dim)
+        free = width // 2 - half
+        first, second = list(range(half)) + rest[:free], list(range(half, self.rotary_dim)) + rest[free:]
+        return torch.tensor(first + second)
+
+    def rotary_tables(self, module: nn.Module, count: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [kinds, count, width] of the first positions: 1 and 0 where nothing is rotated."""
+        positions = torch.arange(count, device=device)[None]
+        empty = torch.empty(1, dtype=torch.float32, device=device)
+        cosine = torch.ones(len(self.rotary_kinds), count, 2, width // 2, device=device)
+        sine = torch.zeros_like(cosine)
+        for i, kind in enumerate(self.rotary_kinds):
+            if kind == NO_ROTARY:
+                continue
+            for table, values in zip((cosine, sine), module(empty, positions, *([kind] if kind else [])), strict=True):
+                table[i, ..., : self.rotary_dim // 2] = values[0].float().view(count, 2, -1)
+        return cosine.flatten(2), sine.flatten(2)
+
+
+def head_width(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+
+
+def describe(config: PretrainedConfig) -> Shape:
+    """The shape of the models of a config; UnknownShapeError names the property that cannot be described."""
+    config = config.get_text_config()
+    if (family := FAMILIES.get(config.model_type)) is None:
+        raise UnknownShapeError(f"models of type {config.model_type!r} run on the reference engine")
+
+    def read(name: str, default: Any) -> Any:
+        value = getattr(config, name, None) if name in family.reads else None
+        return default if value is None else value
+
+    if read("use_bidirectional_attention", False):
+        raise UnknownShapeError("its attention is bidirectional")
+    activation = read("hidden_activation", getattr(config, "hidden_act", None))
+    if activation not in ACTIVATIONS:
+        raise UnknownShapeError(f"its activation is {activation!r}")
+    kinds, windows = _describe_windows(config, family)
+    dim = head_width(config)
+    rotary, rotary_dim = _describe_rotary(config, family, kinds)
+    return Shape(
+        family=family,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=dim,
+        epsilon=config.rms_norm_eps,
+        attention_scale=float(read("attention_multiplier", read("query_pre_attn_scalar", dim) ** -0.5)),
+        windows=windows,
+        rotary=rotary,
+        rotary_dim=rotary_dim,
+        activation=ACTIVATIONS[activation],
+        embedding_scale=config.hidden_size**0.5
+        if family.scaled_embedding
+        else float(read("embedding_multiplier", 1.0)),
+        residual_scale=float(read("residual_multiplier", 1.0)),
+        logit_scale=1 / read("logits_scaling", 1.0),
+        attention_cap=float(read("attn_logit_softcapping", 0.0)),
+        logit_cap=float(read("final_logit_softcapping", 0.0)),
+    )
+
+
+def _describe_windows(config: PretrainedConfig, family: Family) -> tuple[list[str], tuple[int, ...]]:
+    """Kind and window of each layer. A window that the whole context fits into is none."""
+    window, kinds = getattr(config, "sliding_window", None), [FULL] * config.num_hidden_layers
+    if family.windows == "all" and window is not None:
+        kinds = [SLIDING] * len(kinds)
+    elif family.windows == "layers":
+        kinds = list(getattr(config, "layer_types", None) or kinds)
+    if others := sorted(set(kinds) - {FULL, SLIDING}):
+        raise UnknownShapeError(f"it has layers of type {others[0]!r}")
+    if len(kinds) != config.num_hidden_layers:
+        raise UnknownShapeError(f"it lists the types of {len(kinds)} layers and has {config.num_hidden_layers}")
+    if SLIDING in kinds and (not isinstance(window, int) or window < 1):
+        raise UnknownShapeError(f"its sliding window is {window!r}")
+    narrow = 0 if window is None or window >= config.max_position_embeddings else window
+    return kinds, tuple(narrow if kind == SLIDING else 0 for kind in kinds)
+
+
+def _describe_rotary(config: PretrainedConfig, family: Family, kinds: list[str]) -> tuple[tuple[str, ...], int]:
+    """Rotary embedding of each layer and how many columns of a head it rotates."""
+    rope, dim = config.rope_parameters or {}, head_width(config)
+    by_layer = isinstance(rope.get(kinds[0]), dict)
+    for kind in sorted(set(kinds)) if by_layer else [""]:
+        name = (rope[kind] if by_layer else rope).get("rope_type", "default")
+        if name not in ROTARY:
+            raise UnknownShapeError(f"its rotary embedding is of type {name!r}")
+    share = rope.get("partial_rotary_factor", 1.0) if "partial_rotary_factor" in family.reads else 1.0
+    if (width := int(dim * share)) % 2 or dim % 2 or not 0 < width <= dim:
+        raise UnknownShapeError(f"it rotates {width} of the {dim} columns of a head")
+    rotated = config.no_rope_layers if "no_rope_layers" in family.reads else [1] * len(kinds)
+    if len(rotated) < len(kinds):
+        raise UnknownShapeError(f"it says for {len(rotated)} of its {len(kinds)} layers whether they are rotated")
+    names = [kind if by_layer else "" for kind in kinds]
+    return tuple(name if here else NO_ROTARY for name, here in zip(names, rotated, strict=False)), width
+
+
+def describe_model(model: PreTrainedModel) -> Shape:
+    """The shape of a model, whose layers must have the weights that it says and no others."""
+    shape, layers = describe(model.config), getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not hasattr(model.base_model, "rotary_emb"):
+        raise UnknownShapeError(f"{type(model).__name__} keeps its decoder layers elsewhere than other models")
+    needed = {f"{part.module}.weight" for part in (*shape.matrices, *shape.norms)}
+    known = needed | {f"{part.module}.bias" for part in shape.matrices}
+    for layer in layers:
+        names = {name for name, _ in layer.named_parameters()}
+        if wrong := sorted((needed - names) | (names - known)):
+            raise UnknownShapeError(f"its layers have other weights than their type ({wrong[0]})")
+    if len(layers) != shape.layers:
+        raise UnknownShapeError(f"its config says {shape.layers} layers and it has {len(layers)}")
+    return shape
