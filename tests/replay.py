@@ -62,6 +62,22 @@ class Row:
         return self.at >= len(self.answer.run)
 
 
+@cache
+def tokens_a_cycle(answers: tuple[Recording, ...], rows: int, gamma: int) -> float:
+    """Tokens that a cycle of this γ makes, which is the same on every machine."""
+    queue, made, cycles = list(answers), 0, 0
+    live = [Row(queue.pop(0)) for _ in range(min(rows, len(queue)))]
+    while len(live) == rows:
+        for row in live:
+            step = min(int(row.answer.run[row.at]), gamma) + 1
+            step = min(step, len(row.answer.run) - row.at)
+            row.at, made = row.at + step, made + step
+        cycles += 1
+        live = [Row(queue.pop(0)) if row.ended and queue else row for row in live]
+        live = [row for row in live if not row.ended]  # ends once nothing waits: a full machine all the time
+    return made / cycles
+
+
 @dataclass
 class Replay:
     """A machine that decodes recorded answers."""
@@ -82,18 +98,7 @@ class Replay:
 
     def fixed(self, answers: Sequence[Recording], rows: int, gamma: int) -> float:
         """Tokens per second with this γ, without noise."""
-        queue, made, spent = list(answers), 0, 0.0
-        live = [Row(queue.pop(0)) for _ in range(min(rows, len(queue)))]
-        cycle = sum(Replay(self.machine, 0.0).seconds(rows, gamma))
-        while len(live) == rows:
-            for row in live:
-                step = min(int(row.answer.run[row.at]), gamma) + 1
-                step = min(step, len(row.answer.run) - row.at)
-                row.at, made = row.at + step, made + step
-            spent += cycle
-            live = [Row(queue.pop(0)) if row.ended and queue else row for row in live]
-            live = [row for row in live if not row.ended]  # ends once nothing waits: a full machine all the time
-        return made / spent
+        return tokens_a_cycle(tuple(answers), rows, gamma) / sum(Replay(self.machine, 0.0).seconds(rows, gamma))
 
     def auto(self, controller, answers: Sequence[Recording], rows: int, *, static: bool) -> float:  # type: ignore[no-untyped-def]
         """Tokens per second with what a controller chooses."""
