@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_protocol  # noqa: F401
+from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_protocol, pytest_runtestloop  # noqa: F401
 
 LEDGER = Path(tempfile.gettempdir()) / f"selfjudge-ledger-{os.getpid()}" / "attempts.jsonl"
 os.environ["SELFJUDGE_LEDGER"] = str(LEDGER)  # tests tune on the same prompts again and again

@@ -1,7 +1,7 @@
 """A warm process that runs commands in forks of itself: a start takes milliseconds, and kill -9 is a real one.
 
-Started as a program it reads a JSON list of actions a line and answers each with a JSON list of results. The actions of
-one line happen in a room of their own: what they mount is seen there alone.
+It gets lists of actions and answers each with a list of results. The actions of one list happen in a room of their own:
+what they mount is seen there alone.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
-import json
 import mmap
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from warm import forks
 
 Result = dict[str, Any]
 WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
@@ -28,25 +29,21 @@ class Warm:
     """The process, as tests see it."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        context = forks()
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=answer, args=(other,))
+        self.process.start()
+        other.close()
 
     def __call__(self, *actions: dict[str, Any]) -> list[Result]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(actions) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, "the warm process ended"
-        results: list[Result] = json.loads(answer)
+        self.connection.send(actions)
+        results: list[Result] = self.connection.recv()
+        assert results, "see what the warm process printed"
         return results
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self.connection.close()
+        self.process.join()
 
 
 def _prepare() -> None:
@@ -233,27 +230,22 @@ def content(path: str) -> Result:
 ACTIONS = {call.__name__: call for call in (run, both, mount, remount, write, content)}
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def answer(connection: Connection) -> None:
+    """Get lists of actions and answer each with a list of results, or with None where an action failed."""
     _prepare()
-    for line in sys.stdin:
-        if room := os.fork():
-            os.waitpid(room, 0)
-            continue
-        try:
-            results = [ACTIONS[action.pop("do")](**action) for action in json.loads(line)]
-            answers.write(json.dumps(results) + "\n")
-            answers.flush()
-        except BaseException:
-            import traceback
+    with contextlib.suppress(EOFError):
+        while True:
+            actions = connection.recv()
+            if room := os.fork():
+                os.waitpid(room, 0)
+                continue
+            results = None
+            try:
+                results = [ACTIONS[do](**action) for action in map(dict, actions) for do in [action.pop("do")]]
+            except BaseException:
+                import traceback
 
-            traceback.print_exc()
-            answers.write("\n")
-            answers.flush()
-        finally:
-            os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+                traceback.print_exc()
+            finally:
+                connection.send(results)
+                os._exit(0)

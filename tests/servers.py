@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +26,25 @@ WINDOW = 4096
 
 @dataclass
 class Server:
-    process: Process | subprocess.Popen[str]
+    process: Process
     port: int
     log: list[str]
+    clients: dict[str, openai.OpenAI] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+    def client(self, key: str = "none") -> openai.OpenAI:
+        if key not in self.clients:  # each reads the certificates of all authorities
+            self.clients[key] = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=600)
+        return self.clients[key]
 
     def send(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **options: Any
     ) -> tuple[int, dict[str, str], Any]:
         """Status, headers and body, decoded where it is JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
             data = body if isinstance(body, bytes) or body is None or options else json.dumps(body).encode()
             connection.request(method, path, data, {"content-type": "application/json", **(headers or {})}, **options)
@@ -65,7 +65,8 @@ class Server:
         )
 
     def wait_for(self, name: str, value: float) -> None:
-        for _ in range(600):
+        limit = time.monotonic() + 300
+        while time.monotonic() < limit:
             if self.metric(name) == value:
                 return
             time.sleep(0.05)
@@ -81,14 +82,8 @@ def servers() -> Iterator[Callable[..., Server]]:
     """Starts servers that end with the context."""
     started: list[Server] = []
 
-    def begin(*arguments: str, threads: int = 1, **environment: str) -> Server:
-        words = ["serve", "--port", "0", *arguments]
-        process = Process(words, **environment) if threads == 1 else subprocess.Popen(
-            [sys.executable, "-m", "selfjudge", *words], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), **environment},
-        )  # fmt: skip
-        log: list[str] = []
-        assert process.stderr is not None
+    def begin(*arguments: str, **environment: str) -> Server:
+        process, log = Process(["serve", "--port", "0", *arguments], **environment), list[str]()
         for line in process.stderr:
             log.append(line)
             if line.startswith("serving"):
@@ -96,7 +91,7 @@ def servers() -> Iterator[Callable[..., Server]]:
         else:
             raise AssertionError(f"the server did not start: {log}")
         port = int(log[-1].split(":")[-1].split("/")[0])
-        threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
+        threading.Thread(target=lambda: log.extend(process.stderr), daemon=True).start()
         started.append(Server(process, port, log))
         return started[-1]
 

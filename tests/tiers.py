@@ -46,6 +46,19 @@ def _ask_other_programs() -> None:
     provenance()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Before the first test: the process that tests of whole runs fork is a fork of this one, as it is now."""
+    if not session.config.option.collectonly and any(map(_may_start_processes, session.items)):
+        from warm import forks
+
+        forks()
+
+
+def _may_start_processes(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(tier) for tier in ("process", "network", "attacks"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     if item.get_closest_marker("unit") is None:

@@ -5,12 +5,13 @@ Signals, sockets, environment and exit codes are those of any process; `python -
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,43 @@ IMPORTED = (
 """Modules that every fork has from its start."""
 
 
+def _fork_parent(executable: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
+    """In place of a fresh interpreter: a fork of this one, which has imported nearly all; it keeps nothing of pytest's."""
+    if pid := os.fork():
+        return pid
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        logging.getLogger().handlers.clear()
+        for name in logging.root.manager.loggerDict:
+            for handler in logging.getLogger(name).handlers:
+                if isinstance(handler, logging.StreamHandler):
+                    handler.setStream(sys.stderr)
+        first = 3
+        for number in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(first, number)
+            first = number + 1
+        exec(arguments[-1], {})
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)
+
+
 @cache
-def _forks() -> Any:
-    """Where forks come from: one process for all tests of a worker, which computes on one thread."""
-    context = get_context("forkserver")
+def forks() -> Any:
+    """Where forks come from: one process for all tests of a worker, which computes on one thread. The first call comes
+    before the first test, so that forks know nothing of what tests did."""
+    context, start_fresh = get_context("forkserver"), util.spawnv_passfds
     context.set_forkserver_preload(list(IMPORTED))
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read once, when torch is loaded
+    resource_tracker.ensure_running()
+    util.spawnv_passfds = _fork_parent
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = threads
+        util.spawnv_passfds = start_fresh
     return context
 
 
@@ -57,7 +82,7 @@ class Process:
     """`selfjudge ARGUMENTS`, with the part of `subprocess.Popen` that tests use; what it prints goes to a file."""
 
     def __init__(self, arguments: Sequence[str], stdout: Path = Path(os.devnull), **variables: str) -> None:
-        context = _forks()
+        context = forks()
         reader, writer = context.Pipe(duplex=False)
         given = (list(arguments), {**os.environ, "OMP_NUM_THREADS": "1", **variables}, writer, stdout)
         self._process = context.Process(target=_work, args=given)

@@ -255,7 +255,10 @@ ROW_RULES = [
 # every rule on the quickest engine; on the others those that read the most, and the one that draws
 @pytest.mark.parametrize(
     ("kind", "rule"),
-    [*(("cpu", rule) for rule in ROW_RULES), *((kind, ROW_RULES[i]) for kind in ("reference", "cuda") for i in (0, 6, 7))],
+    [
+        *(("cpu", rule) for rule in ROW_RULES),
+        *((kind, ROW_RULES[i]) for kind in ("reference", "cuda") for i in (0, 6, 7)),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
