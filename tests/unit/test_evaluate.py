@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,22 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from fake_judge import constant_judge
-from runs import random_judges
+from runs import prompts_file, random_judges
+from selfjudge.cli import main as cli
+from selfjudge.cli.groups import Setup
 from selfjudge.decoding.rules import Exact, Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
-from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap
+from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap, read_samples
 from selfjudge.evaluate.config import RuleRun, TaskExamples, make_label, plan_runs
 from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
 from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer
 from selfjudge.evaluate.likelihood import make_example_rows
-from selfjudge.evaluate.pipeline import _warn_learnt
+from selfjudge.evaluate.pipeline import _warn_learnt, evaluate_rules
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
 from selfjudge.tasks import load_task
@@ -67,6 +72,60 @@ def test_parts_hold_all_rows_in_order(tiny_pair: Pair, tmp_path: Path) -> None:
     assert list(parts) == [f"part-{number:05d}" for number in range(14)]
     assert [len(part) for part in parts.values()] == [3] * 13 + [1]
     assert [row for part in parts.values() for row in part] == rows
+
+
+def test_a_target_in_a_file_says_what_it_wanted_in_the_first_batch(
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later batches are timed, so that they are not traced."""
+    asked = prompts_file(tmp_path / "asked.jsonl", 6)
+    config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
+    traced: list[bool] = []
+    original = TorchAnswerer.answer
+
+    def answer(self: TorchAnswerer, *given: Any) -> Any:
+        traced.append(self.trace)
+        return original(self, *given)
+
+    monkeypatch.setattr(TorchAnswerer, "answer", answer)
+    evaluate_rules(tiny_pair, tmp_path / "floats", config)
+    assert not any(traced)
+    traced.clear()
+    monkeypatch.setattr(Target, "full_precision", False)
+    _, relaxed = evaluate_rules(tiny_pair, tmp_path / "q4", config)
+    assert traced == [True, True, False, False]
+    folder = Path("file:asked", "topk:20-g3")
+    rows = {kind: list(read_rows(tmp_path / kind / folder / "examples.jsonl")) for kind in ("floats", "q4")}
+    first = {row["id"] for row in islice(read_samples(tmp_path / "q4" / folder), 3)}
+    wanted = [t for row in rows["q4"] if row["id"] in first for t in row["tokens"] if t["origin"] == "judge"]
+    assert wanted
+    assert all(0 < t["p"] <= t["p_choice"] and t["choice"] != t["text"] and t["judge"] is None for t in wanted)
+    assert not any("choice" in t for row in rows["q4"] for t in row["tokens"] if t["origin"] != "judge")
+    same = [t for row in rows["floats"] if row["id"] in first for t in row["tokens"] if t["origin"] == "judge"]
+    assert [(t["text"], t["choice"]) for t in wanted] == [(t["text"], t["choice"]) for t in same]
+    assert sum(n for _, _, n in relaxed["substitutions"]) == len(wanted)
+    assert all("judged_tokens" not in row for row in read_samples(tmp_path / "q4" / folder))
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "floats"), [("arithmetic", (), False), ("story", (), True), ("story", ("--nli", "off"), False)]
+)
+def test_weights_are_those_that_serve_has_unless_the_target_judges_summaries(
+    task: str, more: tuple[str, ...], floats: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[bool] = []
+
+    def load(self: Setup, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
+        asked.append(full_precision)
+        raise SelfJudgeError("enough")
+
+    monkeypatch.setattr(Setup, "load", load)
+    monkeypatch.setattr(TaskExamples, "has_stories", task == "story")
+    words = ("--tasks", "arithmetic", "--limit", "2", "--rules", "exact", "--out", str(tmp_path / "eval"), *more)
+    monkeypatch.setattr(sys, "argv", ["selfjudge", "eval", *words])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert asked == [floats]
 
 
 def test_intervals_cover_the_mean_and_paired_ones_are_narrow() -> None:

@@ -42,8 +42,10 @@ def evaluate(
 ) -> None:
     """What rules gain and cost on tasks, compared with exact example by example.
 
-    Example: selfjudge eval --pair qwen2.5-coder-1.5b --dtype q4 --tasks arithmetic --limit 20 --rules "exact
-    judged:q0.9" --gammas 4 --out eval
+    Example: selfjudge eval --pair qwen2.5-coder-1.5b --tasks arithmetic --limit 20 --rules "exact judged:q0.9"
+    --gammas 4 --out eval
+
+    Example: selfjudge eval --dtype float32 --tasks arithmetic --limit 20 --out eval
     """
     RunFolder(out).claim(resume=resume)
     config = replace(config, rules=None if rules is None else tuple(rules.replace(";", " ").split()))
@@ -58,14 +60,14 @@ def evaluate(
     config.check()
     sources = _judges(judge, models, config)
     _check_rules(config, models, sources)
-    check_examples(config)
+    judges_stories = check_examples(config)
 
     if where.backend == "vllm":
         pair, answerer = where.answerer(models, next(iter(sources.values()), None))
         if setup.recipe is not None:
             setup.recipe.check(pair, warn)
     else:
-        pair, answerer = setup.load(full_precision=True), None
+        pair, answerer = setup.load(full_precision=judges_stories), None
 
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge

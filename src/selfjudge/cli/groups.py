@@ -50,7 +50,8 @@ class DeviceOptions:
     device: str | None = setting(None, "cuda, mps or cpu; chosen if not given.")
     dtype: str | None = setting(
         None,
-        "Format of the weights; chosen if not given; int8 and q4 (embedded models and GGUF files) are for a CPU.",
+        "Format of the weights; int8 and q4 (embedded models and GGUF files) are for a CPU. If not given: on a CPU q4"
+        " where it can, but floats for label, distill and reproduce; bfloat16 on CUDA.",
         choices=("float32", "bfloat16", "float16", "int8", "q4"),
     )
 

@@ -105,10 +105,11 @@ class TaskExamples:
         return [(answer, self.task.rate(row, answer)) for row, answer in zip(rows, answers, strict=True)]
 
 
-def check_examples(config: EvalConfig) -> None:
-    """Refuse tasks whose examples cannot be loaded, before a model is."""
-    for name in config.tasks:
-        TaskExamples.load(name, config)
+def check_examples(config: EvalConfig) -> bool:
+    """Refuse tasks whose examples cannot be loaded, before a model is; returns whether the target may have to judge
+    summaries, which it does in full precision."""
+    tasks = [TaskExamples.load(name, config) for name in config.tasks]
+    return config.nli != "off" and any(examples.has_stories for examples in tasks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal
 from selfjudge.store.load import LoadWatch, describe_load
 from selfjudge.tasks import Row, Task
-from selfjudge.types import PHASES, Generation
+from selfjudge.types import PHASES, Generation, JudgedToken
 
 NOT_COMPARED: Mapping[str, Any] = {
     "delta_score": None, "delta_ci": None, "delta_scores": {}, "delta_scores_ci": {}, "agreement": None,
@@ -33,6 +33,8 @@ NOT_COMPARED: Mapping[str, Any] = {
     "delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None, "compared_with": None,
 }  # fmt: skip
 """The fields that a comparison with `exact` fills in."""
+PART_ONLY = ("token_ids", "origins", "judged_tokens")
+"""Keys that rows lose when the parts are joined."""
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 Answers = tuple[list[Generation], dict[str, float]]
 """The answers to prompts, in their order, and the seconds by phase with their `total`."""
@@ -45,6 +47,8 @@ class Answerer(ABC):
     """Name of what runs the models."""
     one_gamma = False
     """Whether another γ takes another start of the engine: then γ is not measured."""
+    trace = False
+    """Whether answers are to say what the target wanted at judged tokens, which takes some time."""
 
     @property
     @abstractmethod
@@ -81,7 +85,7 @@ class TorchAnswerer(Answerer):
             max_new_tokens=max_new_tokens,
             batch=len(prompts),
             seeds=seeds,
-            trace=False,
+            trace=self.trace,
         )
         total = time.perf_counter() - start
         # the last to end took part in all passes
@@ -135,6 +139,8 @@ class Execution:
             yield number / len(parts)
             if self.parts_folder.sealed(name, self.run.identity, PartSeal) is None:
                 load = LoadWatch()
+                # of floats a pass says more, and later parts are timed
+                self.answerer.trace = number == 0 and not self.pair.target_model.full_precision
                 answers, seconds = self._answer(rows)
                 times = {"seconds": seconds, "load": load.usage}
                 write_rows(self.folder / "work" / f"{name}.jsonl", self._score(rows, answers))
@@ -171,7 +177,7 @@ class Execution:
         answers = [restore_answer(sample) for sample in samples]
         prompts = [self.task.prompt(row) for row in self.examples.rows]
         write_rows(self.folder / "examples.jsonl", self._choose_examples(samples, answers))
-        kept = [{k: v for k, v in s.items() if k not in ("token_ids", "origins")} for s in samples]
+        kept = [{k: v for k, v in s.items() if k not in PART_ONLY} for s in samples]
         write_rows(self.folder / SAMPLES, kept)
         summary = {
             "task": self.examples.label,
@@ -228,13 +234,16 @@ def make_sample(name: str, answer: Generation, scored: tuple[str | None, dict[st
         "text": answer.text,
         "token_ids": answer.tokens,
         "origins": "".join(origin[0] for origin in answer.origins),
+        **({"judged_tokens": list(map(asdict, answer.judged_tokens))} if answer.judged_tokens else {}),
     }
 
 
 def restore_answer(sample: Row) -> Generation:
     """The answer that a row of a part was made from."""
     origins: Any = tuple(_ORIGINS[letter] for letter in sample["origins"])
-    return Generation(tuple(sample["token_ids"]), origins, sample["text"], sample["cycles"], sample["finish"], 0)
+    judged = tuple(JudgedToken(**token) for token in sample.get("judged_tokens", ()))
+    tokens, text = tuple(sample["token_ids"]), sample["text"]
+    return Generation(tokens, origins, text, sample["cycles"], sample["finish"], 0, judged_tokens=judged)
 
 
 def choose_measure(scores: Mapping[str, float]) -> str | None:

@@ -78,6 +78,11 @@ def count_substitutions(
         for token, origin, choice in zip(answer.tokens, answer.origins, likelihood.choices, strict=True)
         if origin == "judge" and choice != token
     )
+    return _decode_pairs(pair, pairs)
+
+
+def _decode_pairs(pair: Pair, pairs: Counter[tuple[int, int]]) -> list[tuple[str, str, int]]:
+    """Counted pairs of tokens as text, the most frequent first."""
     text = {i: str(pair.tokenizer.decode([i])) for both in pairs for i in both}
     return [(text[a], text[b], n) for (a, b), n in pairs.most_common()]
 
@@ -87,7 +92,10 @@ def find_substitutions(
 ) -> list[tuple[str, str, int]]:
     """(the target's choice, what was accepted instead, how often) in the first answers that have such a token."""
     chosen = [i for i, answer in enumerate(answers) if "judge" in answer.origins][:SUBSTITUTION_ANSWERS]
-    if not chosen or not pair.target_model.full_precision:
+    if not pair.target_model.full_precision:
+        traced = Counter((judged.target_token, judged.token) for i in chosen for judged in answers[i].judged_tokens)
+        return _decode_pairs(pair, traced)[:KEPT_SUBSTITUTIONS]
+    if not chosen:
         return []
     encoded = pair.encode_many([prompts[i] for i in chosen])
     seen = compute_likelihoods(pair, [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)])
@@ -99,7 +107,8 @@ def make_example_rows(
 ) -> list[Row]:
     """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score.
 
-    A target that is quantised or remote gives origins only: the rest needs a pass in full precision.
+    A target that is quantised or remote gives origins, and the rest for judged tokens that were traced: for others it
+    takes a pass in full precision.
     """
     views: Sequence[Likelihood | None] = [None] * len(answers)
     if pair.target_model.full_precision:
@@ -114,6 +123,7 @@ def make_example_rows(
 
 def _make_token_rows(pair: Pair, answer: Generation, seen: Likelihood | None) -> list[Row]:
     rows: list[Row] = []
+    judged = {token.index: token for token in answer.judged_tokens}
     cycle = 0
     for k, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True)):
         row: Row = {"text": str(pair.tokenizer.decode([token])), "origin": origin}
@@ -123,6 +133,13 @@ def _make_token_rows(pair: Pair, answer: Generation, seen: Likelihood | None) ->
                 "p": round(math.exp(seen.log_p[k]), 4),
                 "p_choice": round(math.exp(seen.choice_log_p[k]), 4),
                 "judge": seen.scores[k],
+            }
+        elif (traced := judged.get(k)) is not None:
+            row |= {
+                "choice": str(pair.tokenizer.decode([traced.target_token])),
+                "p": round(traced.probability, 4),
+                "p_choice": round(traced.target_probability, 4),
+                "judge": None if traced.score is None else round(traced.score, 4),
             }
         rows.append({**row, "cycle": cycle})
         cycle += origin == "target"
