@@ -25,10 +25,11 @@ from selfjudge.integrations.server.config import ServerConfig, listen
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import GLOSSARY, Generation, default_gamma
+from selfjudge.types import GLOSSARY, Generation
 
 if TYPE_CHECKING:
     from selfjudge.decoding.text import Stream
+    from selfjudge.integrations.vllm.config import EngineGamma
 
 FIGURES = (
     "origins", "finish", "cycles", "gamma_mean", "mean_accepted_length", "drafts_accepted", "judged_share",
@@ -186,6 +187,7 @@ def serve(
     backend: Annotated[Literal["torch", "vllm"], typer.Option(help="Our own loop, or vLLM with our rules.")] = "torch",
     recipe: RecipeFolder = None,
     vllm: Annotated[str, typer.Option(help="Flags of vLLM's own: '--tensor-parallel-size 2'.")] = "",
+    load: Annotated[int | None, typer.Option(help="Choose γ for so many requests at a time, in vLLM.", min=1)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free.", min=0, max=65535)] = 8000,
     *,
@@ -201,6 +203,8 @@ def serve(
     Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1
 
     Example: selfjudge serve --recipe tuned --shadow 0.02
+
+    Example: selfjudge serve --backend vllm --load 32
     """
     key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
     setup = Setup.of(recipe, models, request)
@@ -216,10 +220,12 @@ def serve(
         watch(setup.recipe)  # refuses what cannot be watched
     if backend == "vllm":
         _refuse_torch_options(setup.models, config)
-        _serve_vllm(setup, config, ["--host", host, "--port", str(port), *shlex.split(vllm)])
+        flags = shlex.split(vllm)
+        gamma = _choose_vllm_gamma(setup, flags, load)
+        _serve_vllm(setup, config, gamma, ["--host", host, "--port", str(port), *flags])
         return
-    if vllm:
-        raise SelfJudgeError("`vllm` goes with --backend vllm")
+    if vllm or load is not None:
+        raise SelfJudgeError(f"`{'vllm' if vllm else 'load'}` goes with --backend vllm")
 
     replace(setup, request=setup.request if own.needs_judge else own).check()
     listener = listen(host, port)
@@ -256,7 +262,25 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
         raise SelfJudgeError("`api_key` with several keys goes with --backend torch")
 
 
-def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
+def _choose_vllm_gamma(setup: Setup, flags: list[str], load: int | None) -> EngineGamma:
+    """The γ that was named, else the one that the engine's costs suggest; one line says which."""
+    from selfjudge.integrations.vllm.config import EngineGamma
+    from selfjudge.models.catalogue import draft_for
+
+    models, gamma = setup.models, setup.request.gamma
+    if isinstance(gamma, int):
+        return EngineGamma(gamma)
+    draft, least = draft_for(models.name, models.draft), setup.resolve().matches_needed + 1
+
+    from selfjudge.integrations.vllm.gamma import choose_gamma
+
+    chosen = choose_gamma(models.name, draft, dtype=models.dtype, flags=flags, load=load, least=least)
+    if chosen.reason:
+        typer.echo(chosen.reason, err=True)
+    return chosen
+
+
+def _serve_vllm(setup: Setup, config: ServerConfig, gamma: EngineGamma, more: list[str]) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
     from selfjudge.integrations.hosts import MIDDLEWARE as HOSTS, VARIABLE as ALLOWED
     from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE, describe
@@ -280,7 +304,7 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
         models.name,
         models.draft,
         WorkerConfig(own),
-        gamma=None if own.gamma == "auto" else own.gamma,
+        gamma=gamma,
         more=[
             *("--middleware", MIDDLEWARE),
             *(["--served-model-name", config.name] if config.name else []),
@@ -293,7 +317,7 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
         "rule": own.text,
         "theta": own.theta,
         "price": own.price,
-        "gamma": default_gamma("cuda") if own.gamma in (None, "auto") else own.gamma,
+        "gamma": gamma.gamma,
         "judge": bool(own.judge or shipped_judge(models.name)),
         "uses_judge": own.needs_judge,
         "recipe": None if recipe is None else describe(recipe),

@@ -252,13 +252,17 @@ class Setup:
         return cls(models, RuleRequest(recipe.rule, judge, gamma=recipe.gamma), recipe)
 
     def check(self, sampling: Sampling | None = None) -> None:
-        """Refuse a rule that cannot work with these models, from the judge's config alone."""
+        """Refuse a rule that cannot work with these models."""
+        self.models.check_gamma(self.resolve(sampling), self.request.gamma)
+
+    def resolve(self, sampling: Sampling | None = None) -> AcceptanceRule:
+        """The rule to check, not to decode with, from the judge's config alone."""
         request = self.request
         if request.needs_judge and (source := request.judge or self.models.shipped_judge) is not None:
             config = JudgeConfig.from_pretrained(source)
             self.models.check_judge(config)
             request = replace(request, judge=config)
-        self.models.check_gamma(request.resolve((), sampling=sampling), request.gamma)
+        return request.resolve((), sampling=sampling)
 
     def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
         """The models, on a CPU in the dtype of the recipe; models that the recipe is not for are refused."""

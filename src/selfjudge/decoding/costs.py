@@ -197,7 +197,7 @@ def kept_tables() -> list[dict[str, Any]]:
         with suppress(SelfJudgeError, KeyError, ValueError, TypeError):
             shape = str(read_json(path)["shape"])
             described = json.loads(shape)
-            int(described["target"]["parameters"])  # as `PairEngines.shape` writes it
+            str(described["device"] + described["target"]["dtype"])  # as `PairEngines` and `describe_engine` write it
             tables.append({"shape": described, "cycles": kept_costs(shape)})
     return [table for table in tables if table["cycles"]]
 

@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 KEY = "selfjudge"
+BY_BATCH = "num_speculative_tokens_per_batch_size"
+"""The field of vLLM's speculative config that lets γ change with the batch; older versions lack it."""
 MAX_WARNINGS = 100
 """The most warnings about requests in the log of one engine."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 REQUEST_FIELDS = ("rule", "theta", "quality", "price")
+Schedule = tuple[tuple[int, int, int], ...]
+"""First and last number of requests at a time, and their γ."""
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
@@ -47,15 +51,17 @@ class WorkerConfig:
     """The judge, and the rule of requests that name none."""
     guard: bool = True
     """Leave special tokens to the target, whatever the rule."""
+    costs: str = ""
+    """The shape of the table of costs that the worker measures, unless there is one; empty: none."""
 
     @classmethod
     def read(cls, additional: Any) -> WorkerConfig:
         raw = additional.get(KEY) if isinstance(additional, Mapping) else None
         raw = dict(raw) if isinstance(raw, Mapping) else {}
-        known = ("judge", *REQUEST_FIELDS, "guard")
+        known = ("judge", *REQUEST_FIELDS, "guard", "costs")
         if unknown := sorted(set(raw) - set(known)):
             raise SelfJudgeError(f"unknown setting {unknown[0]!r} of the rule in vLLM; there are: {', '.join(known)}")
-        guard, judge = raw.pop("guard", True), raw.pop("judge", None) or None
+        guard, judge, costs = raw.pop("guard", True), raw.pop("judge", None) or None, str(raw.pop("costs", ""))
         if not isinstance(guard, bool):
             raise SelfJudgeError(f"`guard` must be true or false, not {guard!r}")
         own = RuleRequest(judge=judge, **raw)
@@ -63,13 +69,33 @@ class WorkerConfig:
             raise SelfJudgeError(
                 'JudgeWorker does not know its judge: give --additional-config \'{"selfjudge": {"judge": FOLDER}}\''
             )
-        return cls(own, guard)
+        return cls(own, guard, costs)
 
     def as_json(self) -> dict[str, Any]:
         """What `read` reads."""
         values = {name: getattr(self.own, name) for name in ("judge", *REQUEST_FIELDS)}
-        given = {name: value for name, value in values.items() if value is not None}
-        return given if self.guard else {**given, "guard": False}
+        values |= {"guard": None if self.guard else False, "costs": self.costs or None}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class EngineGamma:
+    """The γ that an engine is started with."""
+
+    gamma: int
+    reason: str = ""
+    """One line that says which γ and why; empty where somebody has named it."""
+    costs: str = ""
+    """The shape of the table of costs that decides, which the worker measures where there is none."""
+    schedule: Schedule = ()
+    """γ by requests at a time; empty where it is one γ."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fields of vLLM's speculative config."""
+        fixed = {"num_speculative_tokens": self.gamma}
+        varies = any(gamma != self.gamma for _, _, gamma in self.schedule)
+        return {**fixed, BY_BATCH: [list(entry) for entry in self.schedule]} if varies else fixed
 
 
 class RequestRules:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, RequestRules, WorkerConfig
+from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, EngineGamma, RequestRules, WorkerConfig
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import served_reference
@@ -34,7 +34,7 @@ def command(
     draft: str | None = None,
     worker: WorkerConfig | None = None,
     *,
-    gamma: int | None = None,
+    gamma: int | EngineGamma | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
     """What to run: vLLM's OpenAI-compatible server with target, draft and rule; `more` flags of vLLM go last.
@@ -43,8 +43,9 @@ def command(
     and, where one ships, its judge. A draft may be an EAGLE-3 head in any format.
     """
     gamma = default_gamma("cuda") if gamma is None else gamma
-    if not 1 <= gamma <= MAX_GAMMA:
-        raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {gamma}")
+    chosen = gamma if isinstance(gamma, EngineGamma) else EngineGamma(gamma)
+    if not 1 <= chosen.gamma <= MAX_GAMMA:
+        raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {chosen.gamma}")
     draft = draft_for(target, draft)
     worker = worker or WorkerConfig()
     own = worker.own.named()  # which rule is meant does not depend on what ships
@@ -52,26 +53,26 @@ def command(
         own = replace(own, judge=str(shipped))
     if own.judge is None and own.needs_judge:
         raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
-    worker = replace(worker, own=own)
+    worker = replace(worker, own=own, costs=chosen.costs)
     # what does not exist is refused here: better than in a worker's traceback
-    RequestRules(worker, None if own.judge is None else JudgeConfig.from_pretrained(own.judge), (), gamma)
+    RequestRules(worker, None if own.judge is None else JudgeConfig.from_pretrained(own.judge), (), chosen.gamma)
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", served_reference(target), "--served-model-name", target),
-        *("--speculative-config", json.dumps(speculation(target, draft, gamma))),
+        *("--speculative-config", json.dumps(speculation(target, draft, chosen))),
         *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: worker.as_json()})),
         "--no-trust-remote-code",
         *more,
     ]
 
 
-def speculation(target: str, draft: str, gamma: int) -> dict[str, Any]:
+def speculation(target: str, draft: str, chosen: EngineGamma) -> dict[str, Any]:
     """vLLM's speculative config of a draft; a head must be named as one."""
     from selfjudge.models.pair import exported_head  # imports torch: what is wrong is said before
 
-    if (head := exported_head(target, draft, steps=gamma)) is not None:
-        return {"method": "eagle3", "model": str(head), "num_speculative_tokens": gamma}
-    return {"model": served_reference(draft), "num_speculative_tokens": gamma}
+    if (head := exported_head(target, draft, steps=chosen.gamma)) is not None:
+        return {"method": "eagle3", "model": str(head), **chosen.options}
+    return {"model": served_reference(draft), **chosen.options}
 
 
 def main(arguments: Sequence[str]) -> None:

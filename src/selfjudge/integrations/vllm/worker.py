@@ -18,6 +18,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.measure import keep_costs
 from selfjudge.integrations.vllm.signatures import adapter_of
 
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ class JudgeWorker(Base):
         self._adapter = adapter(runner, approval, self._counts, rules, agree)
         decides = "exact" if rules.default is None else rule_text(rules.default)
         logger.info("Rule %s decides, %d tokens are guarded", decides, len(special))
+
+    def compile_or_warm_up_model(self) -> Any:
+        done = super().compile_or_warm_up_model()
+        if self._settings.costs:
+            keep_costs(self, self._settings.costs, logger.warning)
+        return done
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
