@@ -406,8 +406,10 @@ def test_unreliable_speeds_are_said_instead_of_a_ranking() -> None:
         "Nothing here beats exact: margin:0.1,guard=on is certified, but hardly faster (+2 % [+1, +4] tokens per target"
         f" pass). Use exact (γ = 3).{again}"
     )
-    assert "none surely yields more tokens per target pass" in describe_claim(certified)
-    assert "none was surely faster" in describe_claim({**certified, "unreliable": ""})
+    assert "none is surely ahead in tokens per target pass and gains 5 % or more." in describe_claim(certified)
+    timed = {**certified, "unreliable": "", "speed_measure": "tokens_per_second"}
+    assert "none is surely faster and gains 3 % or more." in describe_claim(timed)
+    assert "Nothing to gain for some-pair" in certificate_markdown(certified)
     text = certificate_markdown(certificate(**doubt))
     assert text.count(busy) == 1
     assert "m × exact" in text

@@ -194,7 +194,7 @@ function showFigures(card, all) {
   add(rate(card), rate(card) < 10 ? 1 : 0, "tokens/s", !busy && !other?.isPlain && other && rate(other));
   const speed = speedAgainstPlain(card, other);
   if (speed) parts.push(make("b", "speed", speed));
-  if (card.statistics && busy) parts.push(Object.assign(make("span", "", "machine busy: speeds not compared"), { title: busy }));
+  if (card.statistics && busy && !card.isReference) parts.push(Object.assign(make("span", "", "machine busy: speeds not compared"), { title: busy }));
   const judged = card.tokens.filter((token) => token.origin === "judge").length;
   if (!card.lossless && card.tokens.length) add((100 * judged) / card.tokens.length, 0, "% judged");
   if (card.parted > 0 && !card.isReference) parts.push(make("span", "", `same for ${card.parted} tokens`));
@@ -254,7 +254,8 @@ function placeHint() {
   if (hint.hidden) return;
   const box = hinted.getClientRects()[0], own = hint.getBoundingClientRect();
   hint.style.left = `${Math.max(12, Math.min(box.left, document.documentElement.clientWidth - own.width - 12))}px`;
-  hint.style.top = `${box.top > own.height + 20 ? box.top - own.height - 6 : box.bottom + 6}px`;
+  const room = at("ask").getBoundingClientRect().top - box.bottom; // below it hides no figures
+  hint.style.top = `${room > own.height + 12 || box.top < own.height + 20 ? box.bottom + 6 : box.top - own.height - 6}px`;
 }
 let hinted = null;
 const hideHint = () => { at("hint").hidden = true; };
