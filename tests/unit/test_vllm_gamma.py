@@ -222,6 +222,7 @@ def test_serve_says_which_gamma_it_takes(
     assert "by what steps cost in this engine" in said
     assert BY_BATCH in speculation
     assert BY_BATCH not in start("--load", "4")[1]
+    assert BY_BATCH not in start("--rule", "margin")[1]  # whose answers depend on γ
     said, speculation, settings = start("--gamma", "3")
     assert "γ" not in said
     assert speculation["num_speculative_tokens"] == 3

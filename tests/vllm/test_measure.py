@@ -33,7 +33,7 @@ class FakeDrafter:
 
 
 class FakeRunner:
-    """Vllm's first runner, as far as it is measured; notes the tokens of all passes."""
+    """vLLM's first runner, as far as it is measured; notes the tokens of all passes."""
 
     device, model, max_num_tokens, uniform_decode_query_len = torch.device("cpu"), FakeModel(), 2048, GAMMA + 1
     scheduler_config = SimpleNamespace(max_num_seqs=64)
@@ -94,6 +94,17 @@ def test_slow_passes_end_it_after_the_first_row(quiet: Path, monkeypatch: pytest
     clock = iter(range(10**6))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(clock)))
     assert list(measure_steps(worker(FakeRunner())).cycles) == [1]
+
+
+def test_rows_that_do_not_fit_into_memory_are_left_out(quiet: Path) -> None:
+    runner = FakeRunner()
+
+    def dummy_run(num_tokens: int, use_cudagraphs: bool = True) -> None:
+        if num_tokens > 100:
+            raise torch.OutOfMemoryError("out of memory")
+
+    runner.drafter.dummy_run = dummy_run  # type: ignore[method-assign]
+    assert list(measure_steps(worker(runner)).cycles) == [1, 8]
 
 
 def lack_parameter(runner: Any, parallel: dict[str, int]) -> None:

@@ -270,10 +270,13 @@ def _choose_vllm_gamma(setup: Setup, flags: list[str], load: int | None) -> Engi
     models, gamma = setup.models, setup.request.gamma
     if isinstance(gamma, int):
         return EngineGamma(gamma)
-    draft, least = draft_for(models.name, models.draft), setup.resolve().matches_needed + 1
+    draft, rule = draft_for(models.name, models.draft), setup.resolve()
 
-    from selfjudge.integrations.vllm.gamma import choose_gamma
+    from selfjudge.integrations.vllm.gamma import LOAD, choose_gamma
 
+    if not rule.lossless:  # its answers depend on γ, and must not depend on the batch
+        load = load or LOAD
+    least = rule.matches_needed + 1
     chosen = choose_gamma(models.name, draft, dtype=models.dtype, flags=flags, load=load, least=least)
     if chosen.reason:
         typer.echo(chosen.reason, err=True)

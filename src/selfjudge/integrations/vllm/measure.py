@@ -64,9 +64,13 @@ def measure_steps(worker: Any, shape: str = "") -> CostTable:
         in_time = time.perf_counter() - begun < BUDGET
         if rows > passes.max_rows or not (in_time if group.world_size == 1 else group.broadcast_object(in_time)):
             break
-        for drafts in DRAFTS:
-            if passes.pad(rows * (drafts + 1)) <= passes.max_tokens:
-                table.add(rows, drafts, passes.time_step(rows, drafts))
+        try:
+            for drafts in DRAFTS:
+                if passes.pad(rows * (drafts + 1)) <= passes.max_tokens:
+                    table.add(rows, drafts, passes.time_step(rows, drafts))
+        except torch.OutOfMemoryError:
+            table.drop(rows)
+            break
     return table
 
 
@@ -121,8 +125,7 @@ class SecondRunnerPasses(FirstRunnerPasses):
 
     def __init__(self, runner: Any) -> None:
         _accepts(runner._dummy_run, "num_tokens", "uniform_decode", "skip_eplb")
-        self.runner, self.block = runner, int(runner.decode_query_len)
-        self.max_rows = runner.max_num_reqs
+        self.runner, self.block, self.max_rows = runner, int(runner.decode_query_len), runner.max_num_reqs
         self.max_tokens = min(runner.max_num_tokens, self.max_rows * self.block)
         self.seconds = cache(self._time)
 
