@@ -287,6 +287,16 @@ def test_the_demo_page(browser: Browser, tmp_path: Path, scheme: str) -> None:
     assert browser.complaints == []
 
 
+def test_what_the_demo_gained_stands_out(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "demo.html"
+    page.write_text(demo_page({"rows": []}), encoding="utf-8")
+    browser.open(page)
+    assert browser.run("document.querySelector('.lead .finding').textContent").startswith("The demo was stopped")
+    weights = "['.lead .finding', '.lead'].map(s => Number(getComputedStyle(document.querySelector(s)).fontWeight))"
+    strong, usual = browser.run(weights)
+    assert strong > usual
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_certificate(browser: Browser, tmp_path: Path, scheme: str) -> None:
     """It loads in silence, shows both answers beside each other, and says what the target wanted."""
