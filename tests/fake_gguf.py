@@ -104,7 +104,7 @@ def write_model(
     `blocks` are tensors that are written as they are, with their type.
     """
     config = model.config
-    writer = start_gguf(path, config)
+    writer = start_gguf(path, config) if config.model_type in ("llama", "qwen2") else _start(path, config)
     alphabet = sorted(bytes_to_unicode().values())
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*alphabet, "ab", "<|endoftext|>"])
@@ -123,6 +123,43 @@ def write_model(
     finish_gguf(writer)
 
 
+def _start(path: Path, config: Any) -> gguf.GGUFWriter:
+    """The metadata that llama.cpp's converter writes for a family."""
+    name, rope = config.model_type.removesuffix("_text"), config.rope_parameters
+    writer = gguf.GGUFWriter(path, name)
+    rope = rope.get("full_attention", rope)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if name in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if name == "gemma3":
+        writer.add_float32("gemma3.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if name == "phi3":
+        width = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * width))
+    if name == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    return writer
+
+
 def file_tensors(model: PreTrainedModel) -> dict[str, NDArray[np.float32]]:
     """The tensors of a model by their names in a file; Llama's rotary pairs side by side, as files have them."""
     shape = describe(model.config)
@@ -137,7 +174,9 @@ def file_tensors(model: PreTrainedModel) -> dict[str, NDArray[np.float32]]:
         layer = f"blk.{parts[1]}." if parts[0] == "layers" else ""
         own = ".".join(parts[2 if layer else 0 : -1])
         value = parameter.detach().numpy()
-        if model.config.model_type == "llama" and names[own] in ("attn_q", "attn_k"):
+        if model.config.model_type.startswith("gemma") and own.endswith("norm"):
+            value = value + 1
+        if model.config.model_type in ("llama", "granite", "smollm3") and names[own] in ("attn_q", "attn_k"):
             width = model.model.layers[0].self_attn.head_dim
             value = value.reshape(-1, 2, width // 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         tensors[f"{layer}{names[own]}.{parts[-1]}"] = np.ascontiguousarray(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import transformers as hf
 
 from conftest import VOCAB, tiny_head, tiny_model
 from equality import greedy
+from fake_gguf import write_model
 from families import FAMILIES, family_model
 from following import follow
 from proposals import prompts_of, requests_of
@@ -20,6 +23,10 @@ from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cuda import engine as cuda, weights as cuda_weights
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models import shape
+from selfjudge.models.convert import dequantise, gguf_tokenizer
+from selfjudge.models.gguf import ARCHITECTURES, open_model
 from selfjudge.models.shape import UnknownShapeError, describe, describe_model
 
 FAST = ("cpu", "cuda")
@@ -116,6 +123,43 @@ def test_a_head_reads_the_states_of_any_family(family: str, kind: str) -> None:
     assert found == [greedy(target, prompt, 12) for prompt in prompts]
 
 
+GGUF = {
+    "Llama": {}, "Qwen2 and 2.5": {}, "Qwen3": {}, "SmolLM3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
+    "OLMo 2": {}, "Granite 3": {}, "Phi-3 and 4": {}, "Phi-3, sliding window": {"hidden_size": 64},
+    "Gemma 2": {"query_pre_attn_scalar": 16}, "Gemma 3 (text)": {"query_pre_attn_scalar": 16, "layer_types": None, "num_hidden_layers": 6},
+}  # fmt: skip
+"""Families with files, and the properties that llama.cpp knows of their models without a file's saying so."""
+
+
+@pytest.mark.parametrize("family", GGUF)
+def test_a_file_of_a_family_gives_the_logits_of_its_model(family: str, tmp_path: Path) -> None:
+    options = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.15, "head_dim": 16, **GGUF[family]}
+    model, path = family_model(family, seed=4, **options), tmp_path / "m.gguf"
+    tokens = torch.randint(0, VOCAB, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        wanted = model(tokens).logits
+    write_model(model, path, {})
+    opened = open_model(path)
+    torch.testing.assert_close(CpuEngine(opened).extend(tokens).logits, wanted, atol=1e-4, rtol=1e-4)
+    whole = dequantise(opened, torch.float32)
+    with torch.inference_mode():
+        torch.testing.assert_close(whole(tokens).logits, wanted, atol=1e-4, rtol=1e-4)
+    write_model(model, path, {"_norm": "F32", "weight": "Q8_0"})
+    rough = CpuEngine(open_model(path)).extend(tokens).logits
+    assert 1e-5 < (rough - wanted).norm() / wanted.norm() < 0.08
+
+
+def test_a_tokenizer_that_cannot_be_read_from_a_file_may_lie_beside_it(
+    tmp_path: Path, checkpoints: dict[str, str]
+) -> None:
+    write_model(family_model("Granite 3"), tmp_path / "m.gguf", {})
+    with pytest.raises(SelfJudgeError, match=r"put its tokenizer\.json beside it"):
+        gguf_tokenizer(tmp_path / "m.gguf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(checkpoints["target"]) / name, tmp_path)
+    assert len(gguf_tokenizer(tmp_path / "m.gguf")) == VOCAB
+
+
 @pytest.mark.parametrize("family", ["Phi-3 and 4", "Qwen3", "Gemma 3 (text)"])
 def test_int8_of_any_family_is_close_to_float32(family: str) -> None:
     model = family_model(family, hidden_size=128, intermediate_size=192, initializer_range=0.1, head_dim=32)
@@ -169,3 +213,15 @@ def test_a_window_that_holds_the_whole_context_is_none() -> None:
     """As Phi-3 with 128k positions has it."""
     assert describe(family_model("Mistral, sliding window", sliding_window=96).config).windows == (0, 0, 0)
     assert describe(family_model("Mistral, sliding window", sliding_window=95).config).windows == (95, 95, 95)
+
+
+def test_the_table_of_the_docs_is_what_is_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if "| yes | yes |" in line
+    ]
+    rows = [row for row in rows if len(row) == 5]
+    types = {name: family_model(name).config.model_type for name in FAMILIES}
+    assert {row[1] for row in rows} == set(types.values()) == set(shape.FAMILIES)
+    assert {row[4] for row in rows} - {"–"} == set(ARCHITECTURES)
+    assert {ARCHITECTURES[row[4]] for row in rows if row[4] != "–"} == {types[name] for name in GGUF}

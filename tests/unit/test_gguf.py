@@ -203,7 +203,7 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path: Path) -> No
     for old, new, message in (
         (b"GGUF", b"GGML", "it is not a GGUF file"),
         (b"GGUF\x03", b"GGUF\x09", "it is of version 9"),
-        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", "of architecture 'mamba', not llama or qwen2"),
+        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", "of architecture 'mamba'; there are: llama, qwen2"),
         (b"blk.1.ffn_down.weight", b"blk.1.ffn_dawn.weight", "lacks the tensor blk.1.ffn_down.weight"),
         (b"llama.block_count", b"llama.black_count", "does not say llama.block_count"),
     ):

@@ -57,7 +57,11 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
                 file.parent, gguf_file=file.name, trust_remote_code=False
             )
         except Exception as error:  # the reader raises many kinds for a malformed file
-            raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}") from None
+            unknown = "is not supported yet" in str(error)  # transformers reads no tokenizer of this architecture
+            if not unknown or not (file.parent / "tokenizer.json").is_file():
+                advice = "; put its tokenizer.json beside it" if unknown else ""
+                raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}{advice}") from None
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
     return tokenizer
 
 
@@ -83,6 +87,9 @@ def dequantise(model: PreTrainedModel, dtype: torch.dtype, tell: Tell = ignore) 
     whole.to_empty(device="cpu").requires_grad_(False)
     whole.tie_weights()
     whole.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    for module in whole.modules():
+        if hasattr(module, "scalar_embed_scale"):  # computed, not stored
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
     shape = describe(model.config)
     names = {checkpoint_name(name, shape): name for name in file.tensors if name != "rope_freqs.weight"}
     pieces = []
@@ -102,6 +109,8 @@ def dequantise(model: PreTrainedModel, dtype: torch.dtype, tell: Tell = ignore) 
             values = file.floats(source, rows if order is None else order[rows])
         else:  # a bias
             values = file.floats(source)[:, order]
+        if source.name.endswith("norm.weight"):
+            values = values - shape.family.norm_offset
         parameter.view(source.rows, source.cols)[rows] = torch.from_numpy(values).to(dtype)
 
     workers = ThreadPoolExecutor(torch.get_num_threads())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.shape import Shape, describe, head_width
 from selfjudge.models.weights import GROUP, check_heads, quantise
 
@@ -30,8 +29,11 @@ BLOCKS = {
 }  # fmt: skip
 """Block types by their number in a file: name, weights per block, bytes per block."""
 
-ARCHITECTURES = ("llama", "qwen2")
-"""General architectures of files; transformers calls their model types the same."""
+ARCHITECTURES = {
+    name: {"gemma3": "gemma3_text"}.get(name, name)
+    for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "smollm3")
+}
+"""Model types of transformers by the general architecture of a file."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -240,55 +242,107 @@ def int8_blocks(weight: torch.Tensor) -> NDArray[np.uint8]:
     return joined.numpy()
 
 
-def read_config(file: GgufFile) -> PretrainedConfig:
-    """The config of transformers for the model in a file."""
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        known = " or ".join(ARCHITECTURES)
-        raise SelfJudgeError(f"{file.path} has a model of architecture {architecture!r}, not {known}")
+class _Metadata:
+    """Reads the numbers that describe a model from a file, and refuses what no model can have."""
 
-    def positive(name: str, default: float | None = None, kind: Any = int | float, most: float = math.inf) -> Any:
-        value = file.metadata.get(f"{architecture}.{name}", default)
+    def __init__(self, file: GgufFile) -> None:
+        self.file, name = file, file.metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise SelfJudgeError(f"{file.path} has a model of architecture {name!r}; there are: {known}")
+        self.architecture = name
+
+    def positive(self, name: str, default: float | None = None, kind: Any = int | float, most: float = math.inf) -> Any:
+        value = self.file.metadata.get(f"{self.architecture}.{name}", default)
         if value is None:
-            raise SelfJudgeError(f"{file.path} does not say {architecture}.{name}")
+            raise SelfJudgeError(f"{self.file.path} does not say {self.architecture}.{name}")
         if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value <= most or value == math.inf:
-            raise SelfJudgeError(f"{file.path}: {architecture}.{name} cannot be {value!r}")
+            raise SelfJudgeError(f"{self.file.path}: {self.architecture}.{name} cannot be {value!r}")
         return value
 
-    count = partial(positive, kind=int, most=_MOST_COUNT)
+    def count(self, name: str, default: int | None = None) -> int:
+        return int(self.positive(name, default, int, _MOST_COUNT))
 
-    heads, width = count("attention.head_count"), count("embedding_length")
-    kv_heads, head_dim = count("attention.head_count_kv", heads), count("attention.key_length", max(1, width // heads))
+    def rope(self) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.positive("rope.freq_base", 10000.0)}
+        scaling = self.file.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
+        if "rope_factors_long.weight" in self.file.tensors:
+            scaling = "longrope"
+        if scaling == "linear":
+            rope |= {"rope_type": "linear", "factor": self.positive("rope.scaling.factor")}
+        elif scaling != "none":
+            raise SelfJudgeError(f"{self.file.path} has rotary embeddings of type {scaling!r}")
+        return rope
+
+    def own(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What only files of this architecture say, and what llama.cpp knows of their models beside it."""
+        heads, width, dim = (config[name] for name in ("num_attention_heads", "hidden_size", "head_dim"))
+        if self.architecture == "granite":
+            return {
+                "attention_multiplier": self.positive("attention.scale", dim**-0.5),
+                "embedding_multiplier": self.positive("embedding_scale", 1.0),
+                "residual_multiplier": self.positive("residual_scale", 1.0),
+                "logits_scaling": self.positive("logit_scale", 1.0),
+            }
+        if self.architecture == "phi3":
+            window = self.file.metadata.get("phi3.attention.sliding_window", 0)
+            share = self.count("rope.dimension_count", dim) / dim
+            return {
+                "sliding_window": self.count("attention.sliding_window") if window else None,
+                "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": share},
+            }
+        if self.architecture in ("gemma2", "gemma3"):
+            largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[self.architecture]
+            own = {
+                "sliding_window": self.count("attention.sliding_window"),
+                "query_pre_attn_scalar": width // heads if largest else dim,
+                "hidden_activation": "gelu_pytorch_tanh",
+            }
+            if self.architecture == "gemma2":
+                own["attn_logit_softcapping"] = float(self.positive("attn_logit_softcapping", 50.0))
+                own["final_logit_softcapping"] = float(self.positive("final_logit_softcapping", 30.0))
+                return own
+            near = {"rope_type": "default", "rope_theta": self.positive("rope.freq_base_swa", 10000.0)}
+            return own | {"rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": near}}
+        return {}
+
+
+def read_config(file: GgufFile) -> PretrainedConfig:
+    """The config of transformers for the model in a file."""
+    said = _Metadata(file)
+    heads, width = said.count("attention.head_count"), said.count("embedding_length")
+    kv_heads = said.count("attention.head_count_kv", heads)
+    head_dim = said.count("attention.key_length", max(1, width // heads))
     check_heads(heads, kv_heads, file.path)
-    if (rotated := count("rope.dimension_count", head_dim)) != head_dim or head_dim % 2:
+    rotated = said.count("rope.dimension_count", head_dim)
+    if head_dim % 2 or (rotated != head_dim if said.architecture != "phi3" else rotated % 2 or rotated > head_dim):
         raise SelfJudgeError(f"{file.path} rotates {rotated} of the {head_dim} columns of a head, not all, in pairs")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": positive("rope.freq_base", 10000.0)}
-    scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling == "linear":
-        rope |= {"rope_type": "linear", "factor": positive("rope.scaling.factor")}
-    elif scaling != "none":
-        raise SelfJudgeError(f"{file.path} has rotary embeddings of type {scaling!r}")
     vocabulary = _expected(file, "token_embd.weight").rows
-    if (layers := count("block_count")) > len(file.tensors):
+    if (layers := said.count("block_count")) > len(file.tensors):
         raise SelfJudgeError(f"{file.path} has {len(file.tensors)} tensors and says that it has {layers} layers")
-    return AutoConfig.for_model(
-        architecture,
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=count("feed_forward_length"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=positive("attention.layer_norm_rms_epsilon"),
-        max_position_embeddings=count("context_length"),
-        rope_parameters=rope,
-        tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias=architecture == "llama" and "blk.0.attn_q.bias" in file.tensors,
-        bos_token_id=_special_token(file, "bos", vocabulary),
-        eos_token_id=_special_token(file, "eos", vocabulary),
-        pad_token_id=_special_token(file, "padding", vocabulary),
-    )
+    config = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": said.count("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": said.positive("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": said.count("context_length"),
+        "rope_parameters": said.rope(),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": said.architecture != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
+        "bos_token_id": _special_token(file, "bos", vocabulary),
+        "eos_token_id": _special_token(file, "eos", vocabulary),
+        "pad_token_id": _special_token(file, "padding", vocabulary),
+    }
+    try:
+        made = AutoConfig.for_model(ARCHITECTURES[said.architecture], **config | said.own(config))
+        describe(made)
+    except ValueError as error:
+        raise SelfJudgeError(f"{file.path} cannot be read: {first_line(error)}") from None
+    return made
 
 
 def _special_token(file: GgufFile, name: str, vocabulary: int) -> int | None:
@@ -339,7 +393,7 @@ def open_model(path: Path) -> PreTrainedModel:
     matrices = {name: shape for name, shape in shapes.items() if name.startswith("blk.") and shape[0] > 1}
     optional = {name.removesuffix("weight") + "bias": (1, shape[0]) for name, shape in matrices.items()}
     optional["output.weight"] = config.vocab_size, config.hidden_size
-    optional["rope_freqs.weight"] = 1, config.head_dim // 2
+    optional["rope_freqs.weight"] = 1, head_width(config) // 2
     for name in file.tensors.keys() - shapes.keys():
         if name not in optional:
             raise SelfJudgeError(f"{path} has a tensor that its architecture does not know ({name})")
@@ -352,8 +406,9 @@ def open_model(path: Path) -> PreTrainedModel:
             setattr(module, name, nn.Parameter(empty, requires_grad=False))
     rotary = type(model.model.rotary_emb)(config)
     if (factors := file.tensors.get("rope_freqs.weight")) is not None:
-        rotary.inv_freq /= torch.from_numpy(file.floats(factors)[0])
-    if not bool((rotary.inv_freq * config.max_position_embeddings).isfinite().all()):
+        for frequencies in rotary.buffers():
+            frequencies /= torch.from_numpy(file.floats(factors)[0])
+    if not all(bool((values * config.max_position_embeddings).isfinite().all()) for values in rotary.buffers()):
         raise SelfJudgeError(f"{path} has rotary embeddings that are not finite")
     model.model.rotary_emb = rotary
     model.base_model.register_forward_pre_hook(_refuse)
