@@ -30,10 +30,8 @@ from selfjudge.store.load import LoadWatch
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Gamma, Generation, Notify, pooled_figures
 
-WRITTEN = 12
-"""Prompts that the target writes for the demo's own labels."""
-QUALITY = 0.9
-"""Share of the bad substitutions that the judges shown must reject."""
+WRITTEN = 12  # prompts that the target writes for the demo's own labels
+QUALITY = 0.9  # share of the bad substitutions that the judges shown must reject
 OWN, SHIPPED = "judged, made just now", "judged, shipped"
 
 

@@ -28,8 +28,7 @@ NOTES = """same start: how much of an answer comes before its first token that d
 log-likelihood: how likely the target finds the answer, per token.
 {unlike}
 The judges' strictness: they reject {quality:.0%} of bad substitutions (--quality {quality})."""
-SLOW = 300
-"""Seconds that the question may still take before a shorter way is suggested."""
+SLOW = 300  # seconds that the question may still take before a shorter way is suggested
 HEADS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start", "log-likelihood")
 """Short heads of the page's columns (`report.demo.COLUMNS`): lines of a terminal are short."""
 

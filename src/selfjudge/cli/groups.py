@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 RECIPE_IS_COMPLETE = (
     "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
 )
-DEFAULT_PAIR = "SELFJUDGE_PAIR"
-"""The variable that names another default pair, for all commands."""
+DEFAULT_PAIR = "SELFJUDGE_PAIR"  # the variable that names another default pair, for all commands
 SMALL, LARGE = "smollm2-135m", "qwen2.5-coder-1.5b"
 RecipeFolder = Annotated[
     Path | None, typer.Option("--recipe", help="Folder that `selfjudge tune` made: its pair, rule, γ and judge.")

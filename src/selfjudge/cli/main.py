@@ -72,8 +72,7 @@ def _program(
     pass
 
 
-DEBUG = "SELFJUDGE_DEBUG"
-"""The variable that shows the traceback of an unexpected error."""
+DEBUG = "SELFJUDGE_DEBUG"  # the variable that shows the traceback of an unexpected error
 
 
 @cache

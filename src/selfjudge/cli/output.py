@@ -17,13 +17,10 @@ from rich.table import Table
 
 from selfjudge.store.files import dumped
 
-QUIET = 15.0
-"""Seconds after which a stage that goes on says so where there is no terminal."""
-TICK = 1.0
-"""Seconds between two looks at the clock."""
+QUIET = 15.0  # seconds after which a stage that goes on says so where there is no terminal
+TICK = 1.0  # seconds between two looks at the clock
 
-OPTIONS: dict[str, str] = {}
-"""The option of each argument; the program fills it in when it starts."""
+OPTIONS: dict[str, str] = {}  # the option of each argument; the program fills it in when it starts
 
 
 def as_options(message: str) -> str:

@@ -30,8 +30,7 @@ from selfjudge.store import RunFolder, read_rows, read_tensors, sha256, write_ro
 from selfjudge.store.artefacts import DistillPrompt, PromptsSeal
 from selfjudge.types import Notify
 
-Row = dict[str, Any]
-"""A prompt, as `DistillPrompt` describes it."""
+Row = dict[str, Any]  # a prompt, as `DistillPrompt` describes it
 CHUNK = 4096  # answers per file
 MEASURE_TOKENS = 32768  # tokens of a batch without gradients
 TEMPERATURES = (0.7, 1.0)

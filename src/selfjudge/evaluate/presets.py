@@ -11,8 +11,7 @@ from selfjudge.store import read_json
 from selfjudge.types import check_settings, setting
 
 _DECLARED = read_json(Path(__file__).with_name("presets.json"))
-PAPER_PAIRS = _DECLARED.pop("pairs")
-"""Target and draft of the paper's own pairs."""
+PAPER_PAIRS = _DECLARED.pop("pairs")  # target and draft of the paper's own pairs
 
 
 @dataclass(frozen=True)

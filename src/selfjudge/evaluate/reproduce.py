@@ -25,12 +25,10 @@ from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Notify, Warn, ignore
 
-FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")
-"""Rules that need no judge."""
+FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")  # rules that need no judge
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
 SUFFIX_LENGTHS = (0, 5, 10)
-Plan = list[tuple[str, list[str], tuple[int, ...]]]
-"""Evaluations: a task, its rules, and γ."""
+Plan = list[tuple[str, list[str], tuple[int, ...]]]  # evaluations: a task, its rules, and γ
 
 
 def reproduce_paper(

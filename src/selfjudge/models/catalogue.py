@@ -11,8 +11,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import shipped_judge
 from selfjudge.store import read_json, refuse_foreign, sha256, unreachable, weight_files
 
-HEAD_KIND = "eagle3"
-"""The `kind` in the config of an EAGLE-3 head of ours."""
+HEAD_KIND = "eagle3"  # the `kind` in the config of an EAGLE-3 head of ours
 _DRAFTS = Path(__file__).with_name("drafts")
 
 

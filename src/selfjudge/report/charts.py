@@ -20,8 +20,7 @@ from selfjudge.report.records import (
 )
 from selfjudge.report.table import number_ids
 
-MOST_METHODS = 5
-"""Number of methods in one chart; the tables have all."""
+MOST_METHODS = 5  # number of methods in one chart; the tables have all
 GAIN = "gain in m against exact, %"
 POINTS_TO_SCALE = 25.0
 """Points of score below `exact` that a trade-off shows to scale: a rule that loses more would compress the others."""

@@ -38,15 +38,12 @@ VARIABLES = {
 }
 STYLE = Path(__file__).with_name("assets") / "chart.mplstyle"
 WIDTH, HEIGHT = 420, 280
-LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 46
-"""Sizes of a drawing, in points."""
-LETTER = 7.0
-"""Approximate width of a letter, in points."""
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 46  # sizes of a drawing, in points
+LETTER = 7.0  # approximate width of a letter, in points
 LONGEST_TEXT, LONGEST_TITLE = 48, 76
 KEPT = ("fill", "stroke", "stroke-width", "stroke-dasharray", "text-anchor", "font-weight", "font-size")
 """Style properties that become attributes: the page's content policy forbids style attributes."""
-Tooltips = dict[str, list[str]]
-"""Id of a group of marks → the tooltip of each."""
+Tooltips = dict[str, list[str]]  # id of a group of marks → the tooltip of each
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,7 @@ class Results:
     """(folder, reason) of everything that was found and left out."""
 
 
-PAPER = ("gsm8k", "math500", "mmlu", "cnn_dailymail")
-"""The tasks whose average the paper reports."""
+PAPER = ("gsm8k", "math500", "mmlu", "cnn_dailymail")  # the tasks whose average the paper reports
 TITLES = {
     "gsm8k": "GSM8K", "math500": "MATH-500", "mmlu": "MMLU", "cnn_dailymail": "CNN/DailyMail",
     "livecodebench": "LiveCodeBench", "mbpp": "MBPP", "dolly": "Dolly",

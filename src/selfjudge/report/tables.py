@@ -24,10 +24,8 @@ from selfjudge.report.table import (
     word_column,
 )
 
-Z = 1.959964
-"""95 % of a normal distribution lie within ± Z standard deviations."""
-PAIRS_SHOWN = 8
-"""Number of substitutions listed for each run."""
+Z = 1.959964  # 95 % of a normal distribution lie within ± Z standard deviations
+PAIRS_SHOWN = 8  # number of substitutions listed for each run
 
 
 def make_tables(results: Results) -> dict[str, list[Table]]:

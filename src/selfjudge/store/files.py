@@ -29,17 +29,13 @@ from selfjudge.store.schema import conform
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_DOCUMENT = 64 << 20
-"""Largest size of a JSON file, or of a line of rows, in bytes."""
+MAX_DOCUMENT = 64 << 20  # largest size of a JSON file, or of a line of rows, in bytes
 MAX_UNPACKED = 1 << 30
 """Largest size of a gzipped file once unpacked, in bytes: a few kilobytes can unpack to more than the memory holds."""
-MAX_DEPTH = 64
-"""Most levels of lists and objects inside one another."""
+MAX_DEPTH = 64  # most levels of lists and objects inside one another
 TOO_LARGE = "it is too large"
-HUB_PATIENCE = 4.0
-"""Seconds in which the hub must answer; its own client tries for half a minute."""
-HUB_VALID = 30.0
-"""Seconds for which the hub's answer, or its silence, is believed."""
+HUB_PATIENCE = 4.0  # seconds in which the hub must answer; its own client tries for half a minute
+HUB_VALID = 30.0  # seconds for which the hub's answer, or its silence, is believed
 _last: tuple[float, str | None] = (-HUB_VALID, None)  # when the hub was asked, and why it did not answer
 
 

@@ -14,10 +14,8 @@ SPREAD = 0.35
 """Times of the same work that differ by a larger share of their median are not reliable."""
 OTHERS = 0.12
 """Share of the processors that other programs may use beside work that takes all the rest."""
-FULL = 0.85
-"""Share of the processors in use from which programs wait for each other."""
-SHORTEST = 0.5
-"""Seconds below which neither the system's counts nor differing times say anything."""
+FULL = 0.85  # share of the processors in use from which programs wait for each other
+SHORTEST = 0.5  # seconds below which neither the system's counts nor differing times say anything
 Usage = tuple[float, float, float]
 """Seconds: of the clock, of work on our processors, and of this process and its children."""
 

@@ -18,10 +18,8 @@ from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_or
 
 from selfjudge.errors import SelfJudgeError
 
-LARGEST = 1e15
-"""The largest number that a file may hold: sums and products of many stay finite."""
-RECORD = "record"
-"""Stands for TypedDicts and dataclasses."""
+LARGEST = 1e15  # the largest number that a file may hold: sums and products of many stay finite
+RECORD = "record"  # stands for TypedDicts and dataclasses
 TYPES: dict[Any, tuple[str, tuple[type, ...], float | None]] = {
     NoneType: ("null", (NoneType,), None),
     bool: ("true or false", (bool,), None),
@@ -33,8 +31,7 @@ TYPES: dict[Any, tuple[str, tuple[type, ...], float | None]] = {
 }
 """Of each kind of value its name, the types that it may have, and its largest size."""
 
-Plan = tuple[Any, Any]
-"""A kind of value as `_plan` describes it."""
+Plan = tuple[Any, Any]  # a kind of value as `_plan` describes it
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 ABOUT = read_json(Path(__file__).with_name("benchmarks.json"))
 """Attributes of the benchmarks, by name."""
-FILE = "file:"
-"""Prefix of a task that is a user's own file."""
+FILE = "file:"  # prefix of a task that is a user's own file
 
 
 class Task:

@@ -28,8 +28,7 @@ LOOSE = 100.0  # C of the margin: a single column needs no regularisation
 NEWTON_STEPS = 50
 TOLERANCE = 1e-9  # twice what a step can still gain
 
-Chunks = Callable[[], Iterable[Chunk]]
-"""Reads all rows once, a chunk at a time."""
+Chunks = Callable[[], Iterable[Chunk]]  # reads all rows once, a chunk at a time
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
     from selfjudge.models.pair import Pair
 
-CPU_MINUTES = 12.0
-"""Time limit on a CPU, if none is given."""
+CPU_MINUTES = 12.0  # time limit on a CPU, if none is given
 JUDGE_NAME = "judge"
 WORDS = {
     "score": "the task's score",

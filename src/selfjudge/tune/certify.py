@@ -20,12 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from selfjudge.errors import SelfJudgeError
 
-POWER = 0.9
-"""The share of runs that succeed with `estimate_needed_prompts`."""
-DISCORDANT = 0.05
-"""The assumed share of prompts whose score a rule changes."""
-ASIDE = 10
-"""One prompt of so many is set aside to choose γ with, at most a batch."""
+POWER = 0.9  # the share of runs that succeed with `estimate_needed_prompts`
+DISCORDANT = 0.05  # the assumed share of prompts whose score a rule changes
+ASIDE = 10  # one prompt of so many is set aside to choose γ with, at most a batch
 POINTS = 200  # points of the capital's course that a certificate keeps
 CAP = 0.9  # the most of the capital that a single prompt may cost
 _Z = 1.2816  # the normal quantile of POWER

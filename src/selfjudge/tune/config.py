@@ -29,19 +29,14 @@ _RULES: dict[str, tuple[str, ...]] = {
 FAMILIES = tuple(_RULES)
 _QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the judge rejects
 _THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # thresholds of a judge without a quality curve
-Families = dict[str, tuple[str, ...]]
-"""The rules of each family as text, from strict to loose."""
+Families = dict[str, tuple[str, ...]]  # the rules of each family as text, from strict to loose
 RefusedRule = tuple[str, str, str]
 """The family and text of a rule that does not work with the γ of a run, and why."""
-GAMMAS = {"cpu": (2, 3, 5), "cuda": (3, 5, 8)}
-"""Draft lengths to measure, by device."""
+GAMMAS = {"cpu": (2, 3, 5), "cuda": (3, 5, 8)}  # draft lengths to measure, by device
 MEASURES = ("auto", "score", "same_answer", "overlap")
-CPU_BATCH, CUDA_BATCH = 8, 256
-"""Default batch sizes by device."""
-FILE_TOKENS = 256
-"""Maximum new tokens of an answer to a prompt of a file, as in `generate`."""
-FREE = ("minutes",)
-"""Settings that may differ when a run is resumed."""
+CPU_BATCH, CUDA_BATCH = 8, 256  # default batch sizes by device
+FILE_TOKENS = 256  # maximum new tokens of an answer to a prompt of a file, as in `generate`
+FREE = ("minutes",)  # settings that may differ when a run is resumed
 
 
 @dataclass(frozen=True)

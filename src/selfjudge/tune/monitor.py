@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 WORDS = 512  # words of an answer that are compared: the time grows with their square, and the server waits
-WAITING = 16
-"""Requests that may wait for an idle engine; while so many do, no other is chosen."""
+WAITING = 16  # requests that may wait for an idle engine; while so many do, no other is chosen
 FIGURES = {
     "shadow_loss": "Mean loss of agreement of the requests that were decoded both ways.",
     "shadow_bound": "The most that the certificate allows.",

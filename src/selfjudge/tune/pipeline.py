@@ -41,8 +41,7 @@ from selfjudge.tune.trials import DIGITS, RuleTrial, TuneResult, Tuning
 from selfjudge.tune.verify import CERTIFICATE, describe_overlap, pack, summarise
 from selfjudge.types import Notify, Warn, ignore
 
-ATTEMPT = "attempt"
-"""The part of a folder that says which attempt of the ledger it is."""
+ATTEMPT = "attempt"  # the part of a folder that says which attempt of the ledger it is
 Flags = Callable[[Mapping[str, Any], Path], str | None]
 """A recipe and its folder → the options of `vllm serve`."""
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 RECIPE, JUDGE = "recipe.json", "judge"
 PAGES = ("certificate.md", "certificate.html")
-FORMAT = 2
-"""Version of recipe.json and certificate.json."""
+FORMAT = 2  # version of recipe.json and certificate.json
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,11 @@ from selfjudge.tune.config import GAMMAS, Families, RefusedRule
 from selfjudge.tune.speeds import FEWEST_TURNS, TIMED_TOKENS, Clock, Comparison, choose_gamma
 from selfjudge.types import Generation, Notify, Warn, default_gamma
 
-DIGITS = 4
-"""Digits of D; a certificate holds it as it was bet on."""
+DIGITS = 4  # digits of D; a certificate holds it as it was bet on
 COMPARED = 2
 """Certified rules that are timed against `exact`: those with most tokens per target pass."""
-RESERVED = 0.25
-"""Share of the time that is kept for it."""
-Speed = tuple[float, Interval]
-"""A ratio of speeds and its interval."""
+RESERVED = 0.25  # share of the time that is kept for it
+Speed = tuple[float, Interval]  # a ratio of speeds and its interval
 
 
 @dataclass

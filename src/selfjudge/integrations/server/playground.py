@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 FACTS = "SELFJUDGE_PLAYGROUND"
 """The variable that says, in front of vLLM, how answers are decoded: the field `selfjudge` of a model, as JSON."""
-MIDDLEWARE = "selfjudge.integrations.server.playground.Playground"
-"""For vLLM's `--middleware`."""
+MIDDLEWARE = "selfjudge.integrations.server.playground.Playground"  # for vLLM's `--middleware`
 
 
 @cache

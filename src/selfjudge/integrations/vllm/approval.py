@@ -17,10 +17,8 @@ from selfjudge.judge.model import Judge
 from selfjudge.ops import argmax_checked, has_triton
 from selfjudge.types import Block
 
-Agree = Callable[[Tensor], Tensor]
-"""Makes all ranks of a tensor-parallel group hold the same mask."""
-MARK = 1.0e4
-"""Above every logit and far from what float32 cannot hold, at any sensible temperature."""
+Agree = Callable[[Tensor], Tensor]  # makes all ranks of a tensor-parallel group hold the same mask
+MARK = 1.0e4  # above every logit and far from what float32 cannot hold, at any sensible temperature
 
 
 class Approval:

@@ -27,8 +27,7 @@ WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 KEY = "selfjudge"
 BY_BATCH = "num_speculative_tokens_per_batch_size"
 """The field of vLLM's speculative config that lets γ change with the batch; older versions lack it."""
-MAX_WARNINGS = 100
-"""The most warnings about requests in the log of one engine."""
+MAX_WARNINGS = 100  # the most warnings about requests in the log of one engine
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 REQUEST_FIELDS = ("rule", "theta", "quality", "price")
 Schedule = tuple[tuple[int, int, int], ...]

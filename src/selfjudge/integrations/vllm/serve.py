@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-SECOND_RUNNER_KNOWN = (0, 32)
-"""The first vLLM whose second model runner our worker knows."""
+SECOND_RUNNER_KNOWN = (0, 32)  # the first vLLM whose second model runner our worker knows
 
 
 def command(
