@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from selfjudge.bench.config import DecodeBenchConfig
 from selfjudge.cli.groups import PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import Progress, figure, print_json, print_rows
+from selfjudge.cli.output import Progress, figure, print_json, print_text
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.store import describe_machine
-from selfjudge.types import GLOSSARY, PHASES, explain
+from selfjudge.types import GLOSSARY, PHASES
 
 
 @config_options(DecodeBenchConfig)
@@ -57,39 +57,8 @@ def bench(
     rules = {name: setup.request.resolve(pair)} if wanted else {}
     with Progress() as progress:
         result = bench_decode(pair, questions[:limit], config, rules, full=full, notify=progress)
-    print_json(result) if as_json else _show(result)
-
-
-def _show(result: dict[str, Any]) -> None:
-    typer.echo(
-        f"{result['pair']}, {result['device']}, {result['dtype']} (our draft {result['draft_dtype']}),"
-        f" batch 1, {result['prompts']} prompts of"
-        f" {result['max_new_tokens']} new tokens, {result['repeats']} repeats; {describe_machine(result)}"
-    )
-    print_rows(
-        [
-            {
-                "name": r["name"],
-                "γ": r["gamma"],
-                "dtype": r["dtype"],
-                "tokens/s": f"{r['tokens_per_second']:.1f}",
-                f"× {result['baseline']}": f"{r['ratio_to_plain']:.2f}"
-                + (f" ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})" if r["spread"] else ""),
-                GLOSSARY["γ"]: figure(r["gamma_mean"], ".1f"),
-                "m": figure(r["mean_accepted_length"], ".2f"),
-                "same tokens": f"{r['identical_to_plain']:.0%}",
-                "draft / target / judge / rule, s": " / ".join(
-                    f"{r['seconds'][p]:.1f}" for p in PHASES if p in r["seconds"]
-                ),
-                "judge's share": figure(r["judge_time_share"], ".2%"),
-            }
-            for r in result["runs"]
-        ]
-    )
-    typer.echo(explain("m", "γ"))
-    if result["busy"]:
-        typer.echo(f"{result['busy']}: run it again on a quiet machine to see which is fastest")
+    if as_json:
+        print_json(result)
         return
-    gamma = result["best"]["gamma"]
-    for peer, ratio in result["best"]["exact_over"].items():
-        typer.echo(f"exact (γ={gamma['selfjudge-exact']}) is {ratio:.2f} × {peer} (γ={gamma[peer]})")
+    words = {"where": describe_machine(result), "glossary": GLOSSARY, "phases": PHASES, "figure": figure}
+    print_text("bench", **result, **words)

@@ -11,7 +11,7 @@ import typer
 
 from selfjudge.cli.groups import RECIPE_IS_COMPLETE, AnsweringPair, BackendOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, Resume, config_options
-from selfjudge.cli.output import Progress, as_options, figure, print_json, print_rows, waiting, warn, with_spread
+from selfjudge.cli.output import Progress, as_options, figure, print_json, print_text, waiting, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
@@ -80,39 +80,9 @@ def evaluate(
     if as_json:
         print_json(summaries)
         return
-    _show(summaries)
+    print_text("eval", summaries=summaries, fewest=FEWEST_SCORED, figure=figure, with_spread=with_spread)
     typer.echo(explain("m", "γ", "judged"), err=True)
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
-
-
-def _show(summaries: list[dict[str, Any]]) -> None:
-    print_rows([_row(summary) for summary in summaries])
-    if busy := next((summary["busy"] for summary in summaries if summary.get("busy")), ""):
-        typer.echo(f"tokens/s marked busy: {busy}")
-
-
-def _row(summary: dict[str, Any]) -> dict[str, Any]:
-    """A line of the table on the terminal; the task's measure is named."""
-    change = summary["m_ratio"] and summary["m_ratio"] - 1
-    few = (summary.get("n_scored") or summary["n"]) < FEWEST_SCORED
-    return {
-        "task": summary["task"],
-        "rule": summary["rule"],
-        "γ": summary["gamma"],
-        "n": summary["n"],
-        "m": figure(summary["mean_accepted_length"], ".2f"),
-        "Δm, %": with_spread(change, summary["m_ratio_ci"]),
-        summary["measure"] or "score": figure(summary["score"], ".1%"),
-        f"Δ {summary['measure'] or 'score'}, points": with_spread(
-            summary["delta_score"], None if few else summary["delta_ci"]
-        ),
-        "lost / gained": "" if summary.get("lost") is None else f"{summary['lost']} / {summary['gained']}",
-        summary["agreement_measure"].replace("_", " "): figure(summary["agreement"], ".2f"),
-        "judged": figure(summary["judged_share"], ".1%"),
-        "tokens/s": figure(summary["tokens_per_second"], ".0f") + (" busy" if summary.get("busy") else ""),
-        "no answer": figure(summary["extraction_failures"], ".1%"),
-        "cut off": figure(summary["cut_off"], ".1%"),
-    }
 
 
 @config_options(PairOptions, "models", without=("pair", "draft_dtype"))

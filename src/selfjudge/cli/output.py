@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
 from typing import Any, Self
 
 import typer
@@ -15,9 +17,10 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from selfjudge.store.files import dumped
+from selfjudge.store.files import dumped, fill_template
 
 QUIET = 15.0  # seconds after which a stage that goes on says so where there is no terminal
+CELL = " ¦ "  # between the cells of a table in `texts`
 TICK = 1.0  # seconds between two looks at the clock
 
 OPTIONS: dict[str, str] = {}  # the option of each argument; the program fills it in when it starts
@@ -30,6 +33,17 @@ def as_options(message: str) -> str:
 
 def print_json(value: Any) -> None:
     typer.echo(dumped(value, indent=2))
+
+
+def print_text(name: str, **values: Any) -> None:
+    """Print a text of the folder `texts`, filled in; lines of cells, with CELL between them, are a table."""
+    text = fill_template(Path(__file__).with_name("texts") / f"{name}.txt", **values)
+    for is_table, lines in groupby(text.splitlines(), lambda line: CELL in line):
+        if is_table:
+            head, *rows = (line.split(CELL) for line in lines)
+            print_rows([dict(zip(head, cells, strict=False)) for cells in rows])
+        else:
+            typer.echo("\n".join(lines))
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from selfjudge.cli.groups import BackendOptions, DeviceOptions, PairOptions
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
-from selfjudge.cli.output import Progress, print_json, print_rows, waiting, warn
+from selfjudge.cli.output import Progress, print_json, print_text, waiting, warn
 from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
@@ -60,22 +60,9 @@ def label(
     if as_json:
         print_json({k: v for k, v in manifest.items() if k != "shards"})
         return
-    threshold = "" if manifest["tau"] is None else f", τ = {manifest['tau']:.3f}"
-    typer.echo(
-        f"{out}: {manifest['rows']} labels from {manifest['prompts']} prompts,"
-        f" {manifest['acceptable'] / manifest['rows']:.1%} acceptable"
-        f" ({manifest['method']}, N = {manifest['suffix_length']}{threshold})"
-    )
-    _show_control(manifest)
+    print_text("label", out=out, **manifest)
     if hourly := read_json(out / "run.json", RunRecord).get("rows_per_hour"):
         typer.echo(f"{hourly:,} labels an hour", err=True)
-
-
-def _show_control(manifest: dict[str, Any]) -> None:
-    """Print how often answers change although the target's own token was kept: the noise of labels by consequences."""
-    if manifest.get("controls"):
-        share = manifest["controls_kept"] / manifest["controls"]
-        typer.echo(f"control: the target's own token keeps {share:.1%} of {manifest['controls']} answers")
 
 
 def _load_pair(where: BackendOptions, models: PairOptions) -> Pair:
@@ -107,20 +94,7 @@ def info(
         print_json(about)
         return
     for folder, labels in about.items():
-        threshold = "no τ" if labels["tau"] is None else f"τ = {labels['tau']:.3f}"
-        typer.echo(
-            f"{folder}: {labels['target']} with {labels['draft']}, {labels['method']}, N = {labels['suffix_length']},"
-            f" {threshold}"
-        )
-        print_rows(
-            [
-                {"source": name, "labels": row["rows"], "acceptable": f"{row['acceptable']:.1%}"}
-                for name, row in labels["sources"].items()
-            ]
-        )
-        _show_control(labels)
-        quantiles = labels["score_quantiles"].items()
-        typer.echo("scores: " + ", ".join(f"{share} below {value:.2f}" for share, value in quantiles))
+        print_text("info", folder=folder, **labels)
 
 
 @config_options(DeviceOptions, "hardware", without=("dtype",))
@@ -148,33 +122,12 @@ def train(
         from selfjudge.train.pipeline import train_judge
 
         judge = train_judge(labels, out, config, device="cpu" if device.type == "mps" else str(device), notify=update)
-    print_json(judge) if as_json else _show_judge(out, judge)
-
-
-def _show_judge(out: Path, judge: dict[str, Any]) -> None:
-    metrics, thresholds = judge["metrics"], judge["thresholds"]
-    typer.echo(
-        f"{out}: {judge['features']}, {metrics['n_labels']} labels of"
-        f" {metrics['n_prompts']} prompts, ROC-AUC {metrics['auc_mismatch']:.3f}"
-        f" on {metrics['n_holdout']} mismatches it has not seen"
-    )
-    print_rows(
-        [
-            {
-                "threshold": name,
-                "θ": f"{thresholds[name]:.3f}",
-                "acceptable tokens accepted": f"{metrics[f'{name}_accepts_acceptable']:.1%}",
-                "unacceptable tokens accepted": f"{metrics[f'{name}_accepts_unacceptable']:.1%}",
-            }
-            for name in ("F", "R")
-        ]
-    )
-    if thresholds["F"] >= 1:
+    if as_json:
+        print_json(judge)
+        return
+    print_text("judge", out=out, **judge)
+    if judge["thresholds"]["F"] >= 1:
         typer.echo("F accepts nothing: choose a threshold with --quality", err=True)
-    typer.echo(
-        f'try it: selfjudge generate "Why is the sky blue?" --target {judge["target"]} --judge {out} --quality 0.9'
-        " (rejects 90 % of bad substitutions)"
-    )
 
 
 @config_options(DeviceOptions, "hardware")
@@ -217,17 +170,4 @@ def distill(
             update(stage, share)
 
         result = distill_draft(pair, out, config, data=data, notify=notify)
-    if as_json:
-        print_json(result)
-        return
-    typer.echo(f"{out}: {_describe_draft(result)}")
-    if config.kind == "layers":
-        typer.echo(f'try it: selfjudge generate "Why is the sky blue?" --target {target} --draft {out}')
-
-
-def _describe_draft(result: dict[str, Any]) -> str:
-    compact, parameters = result["compact"], f"{result['parameters'] / 1e6:.1f} M trained parameters"
-    made = f"{parameters}, {compact['bytes'] / 1e6:.1f} MB ({compact['format']}), {result['training']['steps']} steps"
-    if result.get("kind") == "eagle3":
-        return f"{made}; held-out m {result['held_out']['int8']['m']['all']:.2f} at γ = {result['settings']['unroll']}"
-    return f"{made}; held-out top-1 agreement {result['top1_held_out']['int8']['all']:.1%}"
+    print_json(result) if as_json else print_text("draft", out=out, **{**result, "target": target})
