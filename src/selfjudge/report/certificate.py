@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from selfjudge.report.charts import Chart, Point, Series
 from selfjudge.report.demo import show_token
@@ -14,7 +17,7 @@ from selfjudge.report.formats import fixed, points, show_interval, show_text, si
 from selfjudge.report.page import render
 from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, escape, word_column
 from selfjudge.report.verdict import LOW_SCORE
-from selfjudge.store import fill_template
+from selfjudge.store import fill_template, read_asset
 
 SMALLEST_GAIN = {"tokens_per_second": 0.03, "mean_accepted_length": 0.05}
 """A smaller gain is not worth an answer: `exact` is recommended. Tokens per pass, without times, must show more."""
@@ -34,77 +37,15 @@ def make_title(certificate: Mapping[str, Any]) -> str:
     return f"{'Nothing to gain' if _has_certified(certificate) else 'Nothing certified'} for {certificate['pair']}"
 
 
-def describe_baseline(certificate: Mapping[str, Any]) -> str:
-    """How `exact` and plain decoding do: their score, and their speeds where they are known."""
-    exact = certificate.get("exact") or {}
-    n, score = whole(exact.get("n") or certificate["n"]), exact.get("score")
-    compared = f"Rules are compared with exact on {n} prompts by {certificate['measure_words']}"
-    sentence = compared if score is None else f"Exact decoding scores {points(score)} of 100 points on {n} prompts"
-    rate, plain = exact.get("tokens_per_second"), exact.get("plain_tokens_per_second")
-    if rate:
-        sentence += f"{',' if score is None else ''} at {tenths(rate)} tokens/s"
-    return sentence + (f"; plain decoding, with the same answers, at {tenths(plain)} tokens/s." if plain else ".")
-
-
-def describe_verdict(certificate: Mapping[str, Any]) -> str:
-    """What is gained and what may be lost, for a reader without statistics."""
-    if not certificate["certified"]:
-        return describe_result(certificate)
-    runs, epsilon = 1 / certificate["delta"], points(certificate["epsilon"]).removesuffix(".0")
-    often = f"{runs - 1:.0f} times out of {runs:.0f}" if abs(runs - round(runs)) < 1e-6 else _confidence(certificate)
-    unit = "answers in 100" if _has_right_and_wrong(certificate) else "points of 100"
-    gain = fixed(100 * (certificate["speed_ratio"] - 1), 0)
-    timed = certificate["speed_measure"] == "tokens_per_second"
-    gained = f"{gain} % in speed over exact" if timed else f"{gain} % in tokens per target pass; the speed is not known"
-    lost = {
-        "score": f"You lose at most {epsilon} {unit}",
-        "same_answer": f"At most {epsilon} answers in 100 differ from those of exact",
-        "overlap": f"At most {epsilon} % of the words differ from those of exact",
-    }[certificate["measure"]]
-    return f"You gain {gained}. {lost}, {often}."
-
-
 def _has_right_and_wrong(certificate: Mapping[str, Any]) -> bool:
     """Whether scores change by whole answers alone."""
     return all(re.fullmatch(r"((\d+\*)?-?[01]( |$))*", row["differences"]) for row in certificate["candidates"])
 
 
-def describe_result(certificate: Mapping[str, Any]) -> str:
-    """The result in a sentence, and in another one why it has no speeds, if they were not reliable."""
-    doubt = describe_unreliable(certificate)
-    if not certificate["certified"]:
-        best, use = ("plain decoding", "no drafts") if plain_wins(certificate) else ("exact", "exact")
-        why = "" if not certificate["stopped"] else " so far (the time was up)"
-        closest = _describe_closest(certificate)
-        result = f"Nothing here beats {best}{why}{closest and f': {closest}'}."
-        return f"{result} Use {use} (γ = {certificate['gamma']}).{doubt and f' {doubt}'}"
-    interval = show_interval(certificate["mean_difference_ci"], signed_points)
-    change = f"{signed_points(certificate['mean_difference'])} {interval} {UNITS[certificate['measure']]}"
-    return (
-        f"{certificate['rule']} (γ = {certificate['gamma']}): {_gain(certificate)}, {change},"
-        f" certified ≤ {points(certificate['epsilon']).removesuffix('.0')}.{doubt and f' {doubt}'}"
-    )
-
-
-def describe_unreliable(certificate: Mapping[str, Any]) -> str:
-    """Why there are no speeds, and what to do; empty if they are reliable, or were not asked for."""
-    doubt = certificate.get("unreliable", "")
-    if not doubt:
-        return ""
-    if not _has_certified(certificate):
-        return f"Speeds are not stated: {doubt}."
-    return f"Speeds were not compared: {doubt}. Run it again with --resume: the answers are kept."
-
-
-def _describe_closest(certificate: Mapping[str, Any]) -> str:
-    """Why the fastest certified rule was not taken; empty if none is certified."""
+def _find_closest(certificate: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The fastest certified rule, which was not taken; None if none is certified and compared."""
     compared = [row for row in certificate["candidates"] if row["refuted"] and row["speed_ci"] is not None]
-    if not compared:
-        return ""
-    row = max(compared, key=lambda row: row["speed_ci"][0])
-    low, high = row["speed_ci"]
-    how = "slower" if high < 1 else "hardly faster" if low > 1 else "not shown to be faster"
-    return f"{row['rule']} is certified, but {how} ({_gain({**certificate, **row})})"
+    return max(compared, key=lambda row: row["speed_ci"][0], default=None)
 
 
 def _has_certified(certificate: Mapping[str, Any]) -> bool:
@@ -116,64 +57,41 @@ def plain_wins(certificate: Mapping[str, Any]) -> bool:
     return not certificate["certified"] and certificate["exact_over_plain"] == 1
 
 
-def _confidence(certificate: Mapping[str, Any]) -> str:
-    return f"with {points(1 - certificate['delta']).removesuffix('.0')} % confidence"
-
-
-def describe_claim(certificate: Mapping[str, Any]) -> str:
-    """The claim, and the prompts it holds for."""
-    unit, confidence = UNITS[certificate["measure"]], _confidence(certificate)
-    if not certificate["certified"]:
-        lost = f"to lose at most {points(certificate['epsilon'])} {unit} {confidence}"
-        if _has_certified(certificate):
-            measure = certificate["speed_measure"]
-            what = "faster" if measure == "tokens_per_second" else "ahead in tokens per target pass"
-            faster = f"is surely {what} and gains {100 * SMALLEST_GAIN[measure]:.0f} % or more"
-            return f"Exact decoding loses nothing. Relaxed rules were certified {lost}; none {faster}."
-        return f"Exact decoding loses nothing. No relaxed rule was certified {lost}."
-    plain = ""
-    if certificate["exact_over_plain"] and certificate["speed_measure"] == "tokens_per_second":
-        over = certificate["exact_over_plain"] * certificate["speed_ratio"]
-        plain = f"; {fixed(over)} × plain speed"
-    single = _is_single(certificate)
-    what, mean = ("prompts", "") if single else ("groups of prompts", " in the mean over groups of equal weight,")
-    return (
-        f"On {what} like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])}"
-        f" {unit} are lost against exact decoding,{mean} {confidence}{plain}."
-        " It is void for other prompts, models, engines or settings."
-    )
-
-
 def _is_single(certificate: Mapping[str, Any]) -> bool:
     """Whether every prompt is a group of its own."""
     return re.fullmatch(r"(\d+\*)?1|", certificate["groups"]) is not None
 
 
-def describe_doubt(certificate: Mapping[str, Any]) -> str:
-    """Why the certificate says little: `exact` itself is hardly ever right, or gives no answers; else empty."""
-    exact = certificate.get("exact") or {}
-    n, score, missed = exact.get("n") or 0, exact.get("score"), exact.get("without_answer") or 0
-    if not n or ((score is None or score >= LOW_SCORE) and missed <= n / 2):
-        return ""
-    reasons = [] if score is None else [f"exact itself scores {points(score)} of 100 points"]
-    reasons += [f"{missed} of its {n} outputs contain no extractable answer"] if missed else []
-    cut = exact.get("cut_off") or 0
-    advice = "Its answers are extracted, and wrong: take prompts that this target can answer, or another pair"
-    if missed > n / 2:
-        advice = 'Let prompts ask for an answer that can be extracted, such as "The answer is …"'
-        if cut > missed / 2:
-            advice = f"{cut} of these were cut off at the length limit: raise --max-new-tokens"
-    return f"There is little to lose here: {' and '.join(reasons)}. {advice}, or certify agreement (--measure overlap)."
+def _trim(share: float) -> str:
+    return points(share).removesuffix(".0")
 
 
-def _gain(certificate: Mapping[str, Any]) -> str:
-    """The speed against `exact`."""
+def _change(ratio: float) -> str:
+    return fixed(100 * (ratio - 1), 0, "+")
 
-    def change(ratio: float) -> str:
-        return fixed(100 * (ratio - 1), 0, "+")
 
-    what = "tokens/s" if certificate["speed_measure"] == "tokens_per_second" else "tokens per target pass"
-    return f"{change(certificate['speed_ratio'])} % {show_interval(certificate['speed_ci'], change)} {what}"
+@cache
+def _sentences() -> Any:
+    """The macros of certificate.txt."""
+    words = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701 - no markup
+    words.globals |= {
+        "units": UNITS, "low_score": LOW_SCORE, "smallest_gain": SMALLEST_GAIN, "points": points, "trimmed": _trim, "fixed": fixed, "tenths": tenths,
+        "whole": whole, "signed_points": signed_points, "show_interval": show_interval, "change": _change,
+        "has_right_and_wrong": _has_right_and_wrong, "has_certified": _has_certified, "plain_wins": plain_wins,
+        "is_single": _is_single, "find_closest": _find_closest,
+    }  # fmt: skip
+    return words.from_string(read_asset("selfjudge.report", "certificate.txt")).module
+
+
+def _describe(what: str, certificate: Mapping[str, Any]) -> str:
+    return re.sub("[ \n]+", " ", getattr(_sentences(), what)(certificate)).strip()
+
+
+describe_baseline = partial(_describe, "baseline")  # how `exact` and plain decoding do
+describe_verdict = partial(_describe, "verdict")  # gain and loss, for a reader without statistics
+describe_result = partial(_describe, "result")  # the result, and why it has no speeds, if they were not reliable
+describe_claim = partial(_describe, "claim")  # what is claimed, and for which prompts
+describe_doubt = partial(_describe, "doubt")  # why it says little, where `exact` is hardly ever right; else empty
 
 
 def _facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
