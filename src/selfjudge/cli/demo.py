@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 NOTES = """same start: how much of an answer comes before its first token that differs from plain decoding's.
 log-likelihood: how likely the target finds the answer, per token.
-{unlike}
+γ is the mean of what was chosen at each step; m compares rules of like γ alone.
 The judges' strictness: they reject {quality:.0%} of bad substitutions (--quality {quality})."""
 SLOW = 300  # seconds that the question may still take before a shorter way is suggested
 HEADS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start", "log-likelihood")
@@ -125,7 +125,6 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
 
     from selfjudge.bench.demo import SHIPPED, Demo, in_floats
     from selfjudge.judge.model import Judge
-    from selfjudge.report.demo import UNLIKE
 
     with Progress(patient=True) as progress, tempfile.TemporaryDirectory() as folder:
         if full.dtype == "q4":
@@ -145,7 +144,7 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
         say(f"\nRules side by side: {pair.name}, {len(run.prompts)} prompts\n")
         for row in run.rows():
             _show_row(row, say, heading=len(result["rows"]) == 1)
-        say("\n" + "\n".join((explain("m", "γ", "judged"), NOTES.format(quality=result["quality"], unlike=UNLIKE))))
+        say("\n" + "\n".join((explain("m", "γ", "judged"), NOTES.format(quality=result["quality"]))))
         if busy := next((row["busy"] for row in result["rows"] if row["busy"]), ""):
             say(busy)
         if config.tune:

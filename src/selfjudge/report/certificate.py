@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
 
 from selfjudge.report.charts import Chart, Point, Series
 from selfjudge.report.demo import show_token
 from selfjudge.report.draw import draw
-from selfjudge.report.formats import fixed, points, show_interval, show_text, signed_points, tenths, whole
+from selfjudge.report.formats import Sentences, fixed, points, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
 from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, escape, word_column
 from selfjudge.report.verdict import LOW_SCORE
-from selfjudge.store import fill_template, read_asset
+from selfjudge.store import fill_template
 
 SMALLEST_GAIN = {"tokens_per_second": 0.03, "mean_accepted_length": 0.05}
 """A smaller gain is not worth an answer: `exact` is recommended. Tokens per pass, without times, must show more."""
@@ -70,23 +68,12 @@ def _change(ratio: float) -> str:
     return fixed(100 * (ratio - 1), 0, "+")
 
 
-@cache
-def _sentences() -> Any:
-    """The macros of certificate.txt."""
-    words = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701 - no markup
-    words.globals |= {
-        "units": UNITS, "low_score": LOW_SCORE, "smallest_gain": SMALLEST_GAIN, "points": points, "trimmed": _trim, "fixed": fixed, "tenths": tenths,
-        "whole": whole, "signed_points": signed_points, "show_interval": show_interval, "change": _change,
-        "has_right_and_wrong": _has_right_and_wrong, "has_certified": _has_certified, "plain_wins": plain_wins,
-        "is_single": _is_single, "find_closest": _find_closest,
-    }  # fmt: skip
-    return words.from_string(read_asset("selfjudge.report", "certificate.txt")).module
-
-
-def _describe(what: str, certificate: Mapping[str, Any]) -> str:
-    return re.sub("[ \n]+", " ", getattr(_sentences(), what)(certificate)).strip()
-
-
+_describe = Sentences(
+    "certificate.txt", units=UNITS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN, trimmed=_trim, ratio=_change,
+    plain_wins=plain_wins,
+    has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified, is_single=_is_single,
+    find_closest=_find_closest,
+)  # fmt: skip
 describe_baseline = partial(_describe, "baseline")  # how `exact` and plain decoding do
 describe_verdict = partial(_describe, "verdict")  # gain and loss, for a reader without statistics
 describe_result = partial(_describe, "result")  # the result, and why it has no speeds, if they were not reliable

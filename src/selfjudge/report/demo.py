@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from selfjudge.report.formats import fixed, percent, quote_token, show_text, tenths, thousandths
+from selfjudge.report.formats import Sentences, fixed, percent, quote_token, show_text, tenths, thousandths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
 from selfjudge.report.table import GAMMA, PER_PASS, RULE, Column, Table, word_column
@@ -22,7 +22,6 @@ def _show_gamma(value: Any) -> str:
     return tenths(value) if isinstance(value, float) else show_text(value)
 
 
-UNLIKE = "γ is the mean of what was chosen at each step; m compares rules of like γ alone."
 COLUMNS = (
     RULE,
     Column(GAMMA.head, lambda row: row["gamma_mean"] if row["gamma"] == "auto" else row["gamma"], _show_gamma),
@@ -66,23 +65,20 @@ def describe_result(result: Mapping[str, Any]) -> list[str]:
     """What was gained and what it cost, a sentence each: on the large model where it was asked, else on the small."""
     gain = {row["rule"]: row for row in (result.get("gain") or {}).get("rows", ())}
     if "exact" in gain:
-        return _describe_gain(gain, result["gain"]["busy"])
+        relaxed = next((row for name, row in gain.items() if name not in ("plain", "exact")), None)
+        exact, busy = gain["exact"], result["gain"]["busy"]
+        return [_say("gained", gain["plain"], exact, busy), _say("cost", exact, relaxed, busy)]
     rows = {row["rule"]: row for row in result["rows"]}
     judged = [row for row in result["rows"] if row["uses_judge"]]
     if not judged or "exact" not in rows:
         return ["The demo was stopped before a judge had answered."]
-    busy = next((row["busy"] for row in result["rows"] if row.get("busy")), "")
-    best, exact = max(judged, key=lambda row: row["mean_accepted_length"] or 0.0), rows["exact"]
-    m, m_exact = (fixed(row["mean_accepted_length"]) for row in (best, exact))
-    speed = f"it is {best['speed_over_plain']:.2f} × as fast as plain decoding, exact {exact['speed_over_plain']:.2f} ×"
-    cost = (
-        f"Cost: {percent(best['judged_share'])} of its tokens are not the target’s choice, and its answers are those of"
-        f" plain decoding for the first {100 * best['same_start_as_plain']:.0f} % of their tokens on average."
-    )
-    if "plain" in rows:
-        judge, plain = thousandths(best["log_likelihood"]), thousandths(rows["plain"]["log_likelihood"])
-        cost += f" The target gives them a log-likelihood of {judge} a token: its own greedy answers have {plain}."
-    return [f"Gained: {best['rule']} yields {m} {GLOSSARY['m']}, exact {m_exact}; {busy or speed}.", cost]
+    best = max(judged, key=lambda row: row["mean_accepted_length"] or 0.0)
+    return [_say("gained_small", best, rows["exact"], _find_busy(result)), _say("cost_small", best, rows.get("plain"))]
+
+
+def _find_busy(result: Mapping[str, Any]) -> str:
+    """Why speeds of the rules side by side are not reliable; empty where they are."""
+    return next((row["busy"] for row in result["rows"] if row.get("busy")), "")
 
 
 def with_shown_speeds(gain: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -118,27 +114,9 @@ def _show_range(values: Sequence[float]) -> str:
     return f"{min(values):.1f} to {max(values):.1f}"
 
 
-def _describe_gain(rows: Mapping[str, Any], busy: str) -> list[str]:
-    plain, exact = rows["plain"], rows["exact"]
-    relaxed = next((row for name, row in rows.items() if name not in ("plain", "exact")), None)
-    words = f"the same {len(exact['tokens'])} tokens" if exact["same_as_plain"] else f"{len(exact['tokens'])} tokens"
-    passes = f"{exact['passes']} passes of the large model instead of {plain['passes']}"
-    faster = f", {exact['speed_over_plain']:.1f} × as fast as plain decoding"
-    ratios = _compare_turns(exact, plain)
-    if busy:
-        agree = len(ratios) > 1 and _same_side(ratios)
-        turns = f", {_show_range(ratios)} × as fast as plain decoding in {len(ratios)} turns" if agree else ""
-        faster = f"{turns}; {busy}"
-    gained = f"Gained: exact wrote {words} in {passes}{faster}."
-    cost = "Cost: no word of the answer with exact" if exact["same_as_plain"] else "Cost: exact parted by rounding"
-    if relaxed is not None:
-        speed = f"{relaxed['passes']} passes" if busy else f"{relaxed['speed_over_plain']:.1f} × the speed of plain"
-        cost += f"; {relaxed['rule']} accepted {relaxed['judged']} of {len(relaxed['tokens'])} tokens against the"
-        cost += f" target’s choice for {speed}"
-        against = _compare_turns(relaxed, exact)
-        if len(against) > 1 and max(against) < 1:
-            cost += ", and was slower than exact in every turn"
-    return [gained, f"{cost}."]
+_say = Sentences(
+    "demo.txt", glossary=GLOSSARY, compare_turns=_compare_turns, same_side=_same_side, show_range=_show_range
+)
 
 
 def describe_next(result: Mapping[str, Any]) -> str:
@@ -176,16 +154,9 @@ def gain_table(gain: Mapping[str, Any]) -> Table:
 
 
 def _table(result: Mapping[str, Any]) -> Table:
-    quality = result.get("quality", 0.9)
-    notes = [f"The judges’ strictness: they reject {100 * quality:g} % of bad substitutions (q{quality:g}).", UNLIKE]
-    if result.get("dtype"):
-        notes.append(f"Weights: {result['dtype']}, the draft’s {result['draft_dtype']}.")
-    busy = next((row["busy"] for row in result["rows"] if row.get("busy")), "")
-    if busy and "busy" not in " ".join(describe_result(result)):  # said once on the page
-        notes.append(f"{busy}.")
-    if result.get("tune"):
-        notes.append(f"A small tune: {result['tune']['finding']} {result['tune']['claim']}")
-    return Table("rules", "Rules side by side", COLUMNS, tuple(result["rows"]), " ".join(notes))
+    said = "busy" in " ".join(describe_result(result))  # once on the page is enough
+    notes = _say("notes", result, "" if said else _find_busy(result))
+    return Table("rules", "Rules side by side", COLUMNS, tuple(result["rows"]), notes)
 
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:

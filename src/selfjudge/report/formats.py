@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from selfjudge.store import read_asset
 
 
 def show_text(value: Any) -> str:
@@ -69,3 +74,23 @@ def show_number(value: float, digits: int = 10) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}".replace("-", "−")
+
+
+class Sentences:
+    """The macros of a text in assets/, each of which says one thing; blanks and line ends in it count as one blank.
+
+    They may use the functions of this module, and `words`.
+    """
+
+    def __init__(self, asset: str, **words: Any) -> None:
+        self.asset, self.words = asset, words
+
+    @cached_property
+    def _macros(self) -> Any:
+        made = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701 - no markup
+        made.globals |= {**globals(), **self.words}
+        return made.from_string(read_asset("selfjudge.report", self.asset)).module
+
+    def __call__(self, what: str, *about: Any) -> str:
+        """What the macro of this name says about something."""
+        return re.sub("[ \n]+", " ", getattr(self._macros, what)(*about)).strip()
