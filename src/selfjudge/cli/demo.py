@@ -15,7 +15,7 @@ import typer
 from selfjudge.bench.config import DemoConfig
 from selfjudge.cli.groups import SMALL, AnsweringPair, PairOptions, describe_size
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import Progress, print_json, print_rows, warn
+from selfjudge.cli.output import Progress, fill_text, print_json, print_rows, warn
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import check_page, write_text
 from selfjudge.types import Notify, explain
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
 Say = Callable[[str], None]
-NOTES = """same start: how much of an answer comes before its first token that differs from plain decoding's.
-log-likelihood: how likely the target finds the answer, per token.
-γ is the mean of what was chosen at each step; m compares rules of like γ alone.
-The judges' strictness: they reject {quality:.0%} of bad substitutions (--quality {quality})."""
 SLOW = 300  # seconds that the question may still take before a shorter way is suggested
 HEADS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start", "log-likelihood")
 """Short heads of the page's columns (`report.demo.COLUMNS`): lines of a terminal are short."""
@@ -54,11 +50,10 @@ def demo(
     result: dict[str, Any] = {"rows": [], "substitutions": []}
     say: Say = nothing if as_json else typer.echo
     try:
-        if config.small or large.name == SMALL:
-            minutes = "seconds" if config.quick else "about 90 s; --quick takes seconds"
-            say(f"the demo takes {describe_size(SMALL)} and {minutes}")
-        else:
-            _say_what_it_takes(large.name, config, say)
+        alone = config.small or large.name == SMALL
+        models = [describe_size(name) if name in EMBEDDED else name for name in dict.fromkeys((large.name, SMALL))]
+        say(fill_text("demo-takes", models=models[-1:] if alone else models, alone=alone, quick=config.quick))
+        if not alone:
             _show_gain(replace(large, pair=large.name), config, result, say)
         _show_line(config, result, say)
     except KeyboardInterrupt:
@@ -70,14 +65,6 @@ def demo(
 
 def nothing(text: str) -> None:
     """Print nothing: the result is wanted as JSON."""
-
-
-def _say_what_it_takes(large: str, config: DemoConfig, say: Say) -> None:
-    """Say before anything is fetched how large the models are and how long it lasts."""
-    models = [describe_size(name) if name in EMBEDDED else name for name in (large, SMALL)]
-    minutes = "about 90 s" if config.quick else "about 4 minutes"
-    say(f"the demo takes {' and '.join(models)}, then {minutes} on two quiet cores; busy ones take two to three times")
-    say(f"as long. {'' if config.quick else '--quick takes about 90 s; '}--small leaves the large model out")
 
 
 def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], say: Say) -> None:
@@ -138,13 +125,13 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
         if config.labels:
             say(f"\nA judge of your own: {pair.name} labels its own drafts\n")
             run.make_judge(Path(folder))
-            _show_own(result["own"], say)
+            say(fill_text("demo-own", own=result["own"]))
         if models.shipped_judge:
             run.judges[SHIPPED] = Judge.from_pretrained(models.shipped_judge)
         say(f"\nRules side by side: {pair.name}, {len(run.prompts)} prompts\n")
         for row in run.rows():
             _show_row(row, say, heading=len(result["rows"]) == 1)
-        say("\n" + "\n".join((explain("m", "γ", "judged"), NOTES.format(quality=result["quality"]))))
+        say(fill_text("demo-notes", explained=explain("m", "γ", "judged"), quality=result["quality"]))
         if busy := next((row["busy"] for row in result["rows"] if row["busy"]), ""):
             say(busy)
         if config.tune:
@@ -178,22 +165,6 @@ def _ledger_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.environ[name] = before  # empty is as if it were not set
-
-
-def _show_own(own: dict[str, Any], say: Say) -> None:
-    """Print what labelling and training gave, as soon as it is known."""
-    if own.get("labels"):
-        say(
-            f"{own['labels']} labels from the target's own likelihoods in {own['label_seconds']:.0f} s,"
-            f" {own['acceptable']:.0%} acceptable (τ = {own['tau']:.2f})"
-        )
-    if "why_not" in own:
-        say(f"no judge from so few labels: {own['why_not']}")
-    elif "auc" in own:
-        say(
-            f"a judge from them in {own['train_seconds']:.1f} s, ROC-AUC {own['auc']:.2f}"
-            f" on {own['auc_of']} mismatches of other prompts"
-        )
 
 
 def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:

@@ -35,10 +35,14 @@ def print_json(value: Any) -> None:
     typer.echo(dumped(value, indent=2))
 
 
+def fill_text(name: str, **values: Any) -> str:
+    """A text of the folder `texts`, filled in, without its last line end."""
+    return fill_template(Path(__file__).with_name("texts") / f"{name}.txt", **values).removesuffix("\n")
+
+
 def print_text(name: str, **values: Any) -> None:
-    """Print a text of the folder `texts`, filled in; lines of cells, with CELL between them, are a table."""
-    text = fill_template(Path(__file__).with_name("texts") / f"{name}.txt", **values)
-    for is_table, lines in groupby(text.splitlines(), lambda line: CELL in line):
+    """Print a text of the folder `texts`; lines of cells, with CELL between them, are a table."""
+    for is_table, lines in groupby(fill_text(name, **values).splitlines(), lambda line: CELL in line):
         if is_table:
             head, *rows = (line.split(CELL) for line in lines)
             print_rows([dict(zip(head, cells, strict=False)) for cells in rows])
