@@ -18,7 +18,7 @@ from rich.text import Text
 
 from selfjudge.cli.groups import AnsweringPair, DecodeOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import Progress, print_json, waiting, warn
+from selfjudge.cli.output import Progress, fill_text, print_json, waiting, warn
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.integrations.server.config import ServerConfig, listen
@@ -134,20 +134,7 @@ def _explain_colors(result: Generation) -> None:
 
 def describe_answer(result: Generation, busy: str = "") -> list[str]:
     """What an answer gained, in words: its speed, what a pass yielded, how much of it was drafted."""
-    tokens, drafted = len(result.tokens), len(result.tokens) - result.origins.count("target")
-    lines = [f"{tokens} tokens in {result.seconds['total']:.1f} s, {result.tokens_per_second:.1f} tokens/s"]
-    if result.finish == "length":
-        lines[0] += "; cut off at --max-new-tokens"
-    if m := result.mean_accepted_length:
-        gain = f"{m:.2f} {GLOSSARY['m']} (m), {result.gamma_mean:.1f} {GLOSSARY['γ']} (γ)"
-        if not drafted:
-            gain += ": plain decoding" + (", drafts did not pay here" if result.drafted else "")
-        elif result.speed_over_plain is not None:
-            gain += f", about {result.speed_over_plain:.1f} × plain decoding here (estimated from measured step times)"
-        lines.append(gain)
-    judged = result.origins.count("judge")
-    lines.append(f"{drafted} of {tokens} tokens were drafted, {judged} of them {GLOSSARY['judged']}")
-    return [*lines, busy] if busy else lines
+    return fill_text("answer", result=result, glossary=GLOSSARY, busy=busy).splitlines()
 
 
 def _show(answer: Stream, color: bool, quiet: bool, longest: int, on_cuda: bool) -> None:
