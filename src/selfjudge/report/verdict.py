@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, in_points, put_far_points_at_the_edge
-from selfjudge.report.formats import change, fixed, gain, percent, points, show_interval, signed_points, whole
+from selfjudge.report.formats import Sentences, change, fixed, gain, signed_points, whole
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
 from selfjudge.report.table import AGREEMENT, PER_PASS, RULE, Column, Row, Table, score_column
 from selfjudge.report.tables import average_row
@@ -45,7 +45,7 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     score = sum(run.score for run in exact) / len(exact)
     n = sum(run.n for run in exact)
     sentences = _sentences(rows[1:], f"{where}; {whole(n)} prompts", score)
-    warning = _warn_of_few(sum(run.scored for run in exact))
+    warning = _say("few", sum(run.scored for run in exact))
     return VerdictSection(sentences, _chart(rows), _table(rows, where), warning)
 
 
@@ -72,26 +72,7 @@ def _choose_rules(runs: Sequence[EvalRun], tasks: Sequence[str], gamma: int) -> 
     return [max(found, key=order) for found in by_kind if found]
 
 
-def _change(row: Row) -> str:
-    """The change of the score with its interval; in words first where none is shown."""
-    interval = "" if row["few"] else show_interval(row["delta_ci"], signed_points)
-    figures = " ".join(filter(None, (signed_points(row["delta_score"]), interval, "points")))
-    shown = change(row["delta_score"], row["delta_ci"], row["few"])
-    return figures if shown.endswith("points") else f"{shown} ({figures})"
-
-
-def _gain(row: Row) -> str:
-    """The gain in m, and whether it is shown."""
-    interval = row["m_ratio_ci"]
-    hidden = interval is not None and interval[0] <= 1 <= interval[1]
-    return gain(row["m_ratio"]) + (" (not shown to be a gain)" if hidden else "")
-
-
-def _warn_of_few(n: int) -> str:
-    """The largest share that may be lost in truth although none of n prompts shows it, with 95 % confidence."""
-    unseen = whole(100 * (1 - 0.05 ** (1 / max(n, 1))))
-    few = f"Only {whole(n)} prompts are scored: up to {unseen} points may be lost even where no answer changed."
-    return f"{few} Take {FEW_PROMPTS} or more." if n < FEW_PROMPTS else ""
+_say = Sentences("verdict.txt", few_prompts=FEW_PROMPTS)
 
 
 def _sentences(rows: Sequence[Row], where: str, exact_score: float) -> list[str]:
@@ -100,24 +81,11 @@ def _sentences(rows: Sequence[Row], where: str, exact_score: float) -> list[str]
     That `exact` itself is hardly ever right comes first.
     """
     first, *others = rows
-    kept = "" if first["agreement"] is None else f"; {percent(first['agreement'])} of the answers are those of exact"
-    shown = change(first["delta_score"], first["delta_ci"], first["few"])
-    cost = f"the score changes by {_change(first)}" if shown.endswith("points") else f"of the score {_change(first)}"
-    sentences = [f"{first['rule']} yields {_gain(first)} tokens per target pass against exact; {cost}{kept} ({where})."]
-    if others:
-        listed = (f"{row['rule']} {_gain(row)}, {_change(row)}" for row in others)
-        sentences.append(f"Compared with it: {'; '.join(listed)}.")
+    sentences = [_say("first", first, where), *([_say("others", others)] if others else [])]
     if exact_score < LOW_SCORE:
-        return [f"There is little to lose here: exact itself scores {points(exact_score)} of 100 points.", *sentences]
-    return sentences if first["few"] else [*sentences, _loss_sentence(rows)]
-
-
-def _loss_sentence(rows: Sequence[Row]) -> str:
+        return [_say("little", exact_score), *sentences]
     without_loss = [row for row in rows if row["delta_ci"] is not None and row["delta_ci"][1] >= 0]
-    if not without_loss:
-        return "Every one of them loses measurably: use exact where the answer counts."
-    names = ", ".join(row["rule"] for row in without_loss)
-    return f"No loss is shown for {names}; that is not a proof that nothing is lost."
+    return sentences if first["few"] else [*sentences, _say("loss", without_loss)]
 
 
 def _chart(rows: Sequence[Row]) -> Chart:
@@ -125,7 +93,7 @@ def _chart(rows: Sequence[Row]) -> Chart:
     exact, *others = rows
     series = [Series("exact", 0, (Point(0.0, 0.0, exact["rule"]),))]
     for style, row in enumerate(others, 1):
-        label = f"{row['rule']}: m {gain(row['m_ratio'])}, {_change(row)}"
+        label = f"{row['rule']}: m {gain(row['m_ratio'])}, {_say('changed', row)}"
         x, y = 100 * (row["m_ratio"] - 1), 100 * row["delta_score"]
         spread = None if row["few"] else in_points(row["delta_ci"])
         series.append(Series(row["rule"], style, (Point(x, y, label, interval=spread),)))
