@@ -35,6 +35,7 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_source() -> N
     rows = re.findall(r"^\| (`.*?) \| .+ \| .+ \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
     assert len(rows) == 15
     texts = [text for file in (ROOT / "src").rglob("*.py") for text in strings(ast.parse(file.read_text()))]
+    texts += [file.read_text() for file in (ROOT / "src").rglob("*.txt")]
     for message in re.findall(r"`(.+?)`", "\n".join(rows)):
         plain = re.sub(r"--([a-z]+)", r"`\1`", message).replace("'…'", "…")  # options, and what is quoted by !r
         pattern = re.compile(".*".join(map(re.escape, plain.split("…"))))
