@@ -70,9 +70,8 @@ def _change(ratio: float) -> str:
 
 _describe = Sentences(
     "certificate.txt", units=UNITS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN, trimmed=_trim, ratio=_change,
-    plain_wins=plain_wins,
-    has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified, is_single=_is_single,
-    find_closest=_find_closest,
+    plain_wins=plain_wins, has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified,
+    is_single=_is_single, find_closest=_find_closest,
 )  # fmt: skip
 describe_baseline = partial(_describe, "baseline")  # how `exact` and plain decoding do
 describe_verdict = partial(_describe, "verdict")  # gain and loss, for a reader without statistics
