@@ -21,7 +21,7 @@ from statistics import stdev
 from typing import Any, NamedTuple
 
 from selfjudge.report.formats import percent, show_interval, signed_points
-from selfjudge.report.records import EvalRun, Interval, group_by_task, name_task, read_results, slug
+from selfjudge.report.records import FEWEST_SCORED, EvalRun, Interval, group_by_task, name_task, read_results, slug
 from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table
 from selfjudge.store import measured_on, read_rows, write_json
 
@@ -86,6 +86,7 @@ def _row(one: Answered, others: Sequence[Answered]) -> Row | None:
         "gain": run.m_ratio - 1,
         "agreement": run.agreement,
         "agreement_ci": run.agreement_ci,
+        "few": run.scored < FEWEST_SCORED,
     }
     known = False
     for method in CURVES:

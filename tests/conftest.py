@@ -17,6 +17,7 @@ import pytest
 
 from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_protocol, pytest_runtestloop  # noqa: F401
 
+os.fsync = lambda file: None  # no test cuts the power, and disks are slow
 LEDGER = Path(tempfile.gettempdir()) / f"selfjudge-ledger-{os.getpid()}" / "attempts.jsonl"
 os.environ["SELFJUDGE_LEDGER"] = str(LEDGER)  # tests tune on the same prompts again and again
 

@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
@@ -34,27 +35,31 @@ from selfjudge.report.records import read_results
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(script.name for script in FOLDER.glob("*.py") if script.name != "common.py")
-HELP_OF_ALL = """
-import contextlib, io, json, runpy, sys
-sys.path.insert(0, sys.argv[1])
-texts = {}
-for name in sys.argv[2:]:
-    sys.argv[1:] = ["--help"]
-    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
-        runpy.run_path(f"{sys.path[0]}/{name}", run_name="__main__")
-    texts[name] = text.getvalue()
-print(json.dumps(texts))
-"""
 
 
-def test_every_script_says_how_it_is_called() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HELP_OF_ALL, str(FOLDER), *SCRIPTS], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for name, text in json.loads(done.stdout).items():
-        assert text.startswith("usage: "), name
-        assert "--out OUT" in text, name
+@pytest.fixture
+def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a script of the folder with arguments and returns what it prints."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_how_it_is_called(
+    name: str, run_script: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_script(name, "--help")
+    text = capsys.readouterr().out
+    assert end.value.code in (0, None)
+    assert text.startswith("usage: ")
+    assert "--out OUT" in text
 
 
 def test_the_readme_names_every_script() -> None:
@@ -74,15 +79,13 @@ def draft_quality(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_costs_of_passes_drafts_and_labels(
-    checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, str], tmp_path: Path, run_script: Callable[..., str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
     small = ["--limit", "2", "--max-new-tokens", "8", "--pair", checkpoints["target"], "--draft", checkpoints["draft"]]
 
     def measure(script: str, *options: str) -> dict[str, Any]:
         out = tmp_path / f"{script}.json"
-        monkeypatch.setattr(sys, "argv", [script, *options, "--device", "cpu", "--out", str(out)])
-        runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
+        run_script(f"{script}.py", *options, "--device", "cpu", "--out", str(out))
         result: dict[str, Any] = json.loads(out.read_text())
         assert {"machine", "versions", "date"} <= result.keys()
         return result
@@ -151,12 +154,9 @@ def test_the_quality_of_a_draft_is_pooled_over_all_prompts(draft_quality: Any) -
         draft_quality.bench_draft(Pair("p", Target(target, "t"), None, tokenizer), sets)
 
 
-def test_a_study_compares_judges_of_one_label_folder(tmp_path: Path) -> None:
+def test_a_study_compares_judges_of_one_label_folder(run_script: Callable[..., str], tmp_path: Path) -> None:
     labels = label_folder(tmp_path / "labels", evidence=400)
-    call = [sys.executable, str(FOLDER / "study.py"), str(labels), "--out", str(tmp_path / "study"), "--json"]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(run_script("study.py", str(labels), "--out", str(tmp_path / "study"), "--json"))
     assert found == json.loads((tmp_path / "study" / "study.json").read_text())
     assert [row["features"] for row in found["features"]] == ["hidden", "hidden+margin"]
     assert {row["suffix_length"] for row in found["suffix_length"]} == {0, 5, 10, 20}

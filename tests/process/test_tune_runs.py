@@ -46,14 +46,14 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(scored: Path) -> TuneConfig:
     return TuneConfig(
-        prompts=scored, epsilon=0.3, families=("margin", "topk"), gamma=3, max_new_tokens=12, batch=5, times=False
+        prompts=scored, epsilon=0.3, families=("margin", "topk"), gamma=3, max_new_tokens=8, batch=5, times=False
     )
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_pair: Pair, scored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = TuneConfig(
-        prompts=scored, epsilon=0.3, families=("margin", "topk"), gamma=3, max_new_tokens=12, batch=5, times=False
+        prompts=scored, epsilon=0.3, families=("margin", "topk"), gamma=3, max_new_tokens=8, batch=5, times=False
     )
     return tune_pair(tiny_pair, tmp_path_factory.mktemp("tune") / "tuned", config).folder
 
