@@ -63,7 +63,7 @@ def loaded(folder: Path) -> hf.PreTrainedModel:
 def test_a_whole_run(pair: Pair, checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path) -> None:
     out = tmp_path / "out"
     told: list[tuple[str, float]] = []
-    result = distill_draft(pair, out, replace(settings, minutes=0.03), notify=lambda *what: told.append(what))
+    result = distill_draft(pair, out, replace(settings, steps=80), notify=lambda *what: told.append(what))
     assert all(0 <= share <= 1 for _, share in told)
     assert told[0] == ("the target answers", 0.0)
     assert told[-1][0] == "writing"
