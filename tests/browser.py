@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-PATIENCE = 60
+PATIENCE = 180
 """Seconds until a browser that says nothing counts as broken."""
 KEYS = {
     "ArrowRight": 39,

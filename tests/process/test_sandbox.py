@@ -31,7 +31,7 @@ from selfjudge.tasks.sandbox.runner import (
 WHY_NOT = sandbox.find_isolation_problem()
 isolated = pytest.mark.skipif(bool(WHY_NOT), reason=f"cannot isolate: {WHY_NOT}")
 LIMITS = Limits(
-    seconds=20, cpu_seconds=2, memory=256 << 20, file=1 << 20, disk=4 << 20, processes=6, open_files=20, output=10_000
+    seconds=60, cpu_seconds=2, memory=256 << 20, file=1 << 20, disk=4 << 20, processes=6, open_files=20, output=10_000
 )
 
 
@@ -338,7 +338,7 @@ def test_a_fork_bomb(anywhere: str) -> None:
         pytest.skip("the kernel does not count root's processes")
     children = int(hostile(FORKS).stdout)
     assert 1 <= children <= LIMITS.processes  # so that the real one is let loose only if it is held
-    ended = hostile("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", seconds=3)
+    ended = hostile("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", seconds=1)
     assert ended.killed == "time"
 
 
@@ -385,7 +385,7 @@ os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(6
     script = f"from selfjudge.tasks.sandbox import runner\n{unsafe}\nrunner.run({code!r}, allow_unsafe=True)"
     caller = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 50
         while not alive(token):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -393,7 +393,7 @@ os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(6
         caller.kill()
         caller.wait()
     assert gone(token)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 50
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert list(tmp_path.iterdir()) == []

@@ -78,7 +78,7 @@ def test_the_counters_are_among_the_metrics(client: OpenAI, address: str) -> Non
     before = counters(address)
     ask(client, selfjudge='{"theta": 0}')
     after = before
-    for _ in range(40):  # the worker reports when it has nothing else to do
+    for _ in range(300):  # the worker reports when it has nothing else to do
         after = counters(address)
         if after.get("tokens", 0) >= before.get("tokens", 0) + 23:
             break

@@ -68,7 +68,7 @@ def test_a_bad_rule_is_switched_off_inside_vllm(address: tuple[str, Path]) -> No
     assert figure(url, "bound") == 0.02
     for i in range(30):
         ask(texts[i % len(texts)])
-        for _ in range(100):
+        for _ in range(1200):
             if figure(url, "requests_total") >= i + 2 or figure(url, "switched_off"):
                 break
             time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def copy_mapped(model: nn.Module) -> None:
         spans = (line[0].split("-") for line in lines if len(line) == 6 and line[5].startswith("/"))
         mapped = [range(int(first, 16), int(stop, 16)) for first, stop in spans]
     for tensor in (*model.parameters(), *model.buffers()):
-        if any(tensor.data_ptr() in span for span in mapped):
+        before = bisect_right(mapped, tensor.data_ptr(), key=lambda span: span.start)
+        if before and tensor.data_ptr() in mapped[before - 1]:
             tensor.data = tensor.data.clone()
 
 

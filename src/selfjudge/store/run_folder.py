@@ -26,8 +26,13 @@ def versions(*more: str) -> dict[str, str]:
     known = {"python": platform.python_version()}
     for name in ("selfjudge", "torch", "transformers", "safetensors", *more):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            known[name] = metadata.version(name)
+            known[name] = _find_version(name)
     return known
+
+
+@cache
+def _find_version(package: str) -> str:
+    return metadata.version(package)
 
 
 def machine() -> dict[str, Any]:
