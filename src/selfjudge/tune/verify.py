@@ -112,10 +112,11 @@ def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig |
     ]
     if len(chosen) != 1:
         raise SelfJudgeError(f"{folder}: no bet certifies {certificate['rule']} at γ = {certificate['gamma']}")
+    over = "1 family" if families == 1 else f"{families} families"
     figures = _check_chosen(folder, certificate, claim, chosen[0], sizes)
     return (
         f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations: at most {epsilon:g} lost with"
-        f" confidence {1 - delta:g}; attempt {attempt}, {families} families, so δ = {claim.delta:.3g};"
+        f" confidence {1 - delta:g}; attempt {attempt}, {over}, so δ = {claim.delta:.3g};"
         f" {figures['lost']} answers lost, {figures['gained']} gained"
     )
 
