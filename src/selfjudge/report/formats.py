@@ -77,19 +77,19 @@ def show_number(value: float, digits: int = 10) -> str:
 
 
 class Sentences:
-    """The macros of a text in assets/, each of which says one thing; blanks and line ends in it count as one blank.
+    """The macros of a text in assets/ of a package, each of which says one thing; blanks and line ends are one blank.
 
     They may use the functions of this module, and `words`.
     """
 
-    def __init__(self, asset: str, **words: Any) -> None:
-        self.asset, self.words = asset, words
+    def __init__(self, asset: str, package: str = "selfjudge.report", **words: Any) -> None:
+        self.asset, self.package, self.words = asset, package, words
 
     @cached_property
     def _macros(self) -> Any:
         made = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701 - no markup
         made.globals |= {**globals(), **self.words}
-        return made.from_string(read_asset("selfjudge.report", self.asset)).module
+        return made.from_string(read_asset(self.package, self.asset)).module
 
     def __call__(self, what: str, *about: Any) -> str:
         """What the macro of this name says about something."""

@@ -16,6 +16,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_overlap
 from selfjudge.evaluate.config import RuleRun, TaskExamples, plan_runs
 from selfjudge.judge.config import KEY_DIGITS, JudgeConfig, prompt_key, read_training_prompts
+from selfjudge.report.formats import Sentences
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune import certify
 from selfjudge.tune.config import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 CPU_MINUTES = 12.0  # time limit on a CPU, if none is given
 JUDGE_NAME = "judge"
+remark = Sentences("remarks.txt", "selfjudge.tune")
 WORDS = {
     "score": "the task's score",
     "same_answer": "the same extracted answer as exact decoding",
@@ -333,12 +335,7 @@ class TuneJob:
 
     def describe_attempt(self) -> str:
         """Which attempt on these prompts it is, if not the first; else empty."""
-        if not self.earlier:
-            return ""
-        return (
-            f"attempt {1 + len(self.earlier)} on these prompts (the last one on {self.earlier[-1]}) spends"
-            f" {self.delta:.2g} of `delta` {self.config.delta:g}"
-        )
+        return remark("attempt", self)
 
     @property
     def minutes(self) -> float:
@@ -376,15 +373,10 @@ class TuneJob:
     def describe_outlook(self) -> str:
         """What so many prompts can certify, before any is decoded."""
         families = self.possible_families
-        claim, over = self.claim(families), "1 family" if len(families) == 1 else f"{len(families)} families"
+        claim = self.claim(families)
         fewest = certify.find_fewest_prompts(claim.epsilon, claim.delta)
         needed = certify.estimate_needed_prompts(claim.epsilon, claim.delta)
-        grouped = "" if len(self.prompts) == claim.n else f" in {claim.n} groups"
-        return (
-            f"{len(self.prompts)} prompts{grouped}, at most {100 * claim.epsilon:g} points lost,"
-            f" {1 - self.config.delta:.0%} confidence over {over}: {fewest} prompts"
-            f" certify a rule that changes no score, about {needed} one that changes 5 % of them for no loss"
-        )
+        return remark("outlook", self, claim, families, fewest, needed)
 
     def settings(self) -> dict[str, Any]:
         """The settings that a run must keep when it is resumed."""

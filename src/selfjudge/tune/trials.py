@@ -17,7 +17,7 @@ from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks import Row
 from selfjudge.tune import certify
-from selfjudge.tune.calibration import CalibrationPrompt, TuneJob
+from selfjudge.tune.calibration import CalibrationPrompt, TuneJob, remark
 from selfjudge.tune.certify import Claim, Decision, Floats
 from selfjudge.tune.config import GAMMAS, Families, RefusedRule
 from selfjudge.tune.speeds import FEWEST_TURNS, TIMED_TOKENS, Clock, Comparison, choose_gamma
@@ -90,20 +90,8 @@ class RuleTrial:
     @property
     def why(self) -> str:
         """The outcome in words."""
-        used, unit = len(self.observations), "prompts" if max(self.sizes, default=1) == 1 else "groups"
-        if not self.tried:
-            return f"not tried: {self.refused or 'a stricter rule of its family is not certified'}"
-        if self.decision is not None and self.decision.certified:
-            return f"certified after {self.decision.refuted_at} {unit}"
-        enough = "" if self.needed is None else f"about {max(self.needed, used + 1)} would be enough"
-        if self.stopped:
-            return f"undecided: the time was up after {used} {unit}{enough and f', {enough}'}"
-        if enough:
-            return f"not certified: {used} {unit} are too few for the loss they show, {enough}"
-        return (
-            f"not certified: the loss shown by {used} {unit} is above ε; more prompts of the same kind will not"
-            " certify it"
-        )
+        unit = "prompts" if max(self.sizes, default=1) == 1 else "groups"
+        return remark("why", self, len(self.observations), unit)
 
 
 @dataclass(frozen=True)
@@ -226,15 +214,10 @@ class Tuning:
 
     def _warn_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
         """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
-        tokens, left = self.job.max_new_tokens, self.tested_until - time.monotonic()
-        fewest = certify.find_fewest_prompts(claim.epsilon, claim.delta)
+        left, fewest = self.tested_until - time.monotonic(), certify.find_fewest_prompts(claim.epsilon, claim.delta)
         rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == ("exact", gamma)]
-        if rates and (affordable := left * rates[0] / (2 * tokens)) < fewest:
-            self.warn(
-                f"{self.job.minutes:g} minutes may be too few: if answers have {tokens} tokens, about"
-                f" {max(0, int(affordable))} prompts fit, under exact and one rule, and {fewest} are the fewest that"
-                " certify one: resume with --resume and more --minutes"
-            )
+        if rates and (affordable := left * rates[0] / (2 * self.job.max_new_tokens)) < fewest:
+            self.warn(remark("late", self.job, affordable, fewest))
 
     def _test_families(self, families: Families, gamma: int, claim: Claim) -> list[RuleTrial]:
         """All families by turns, a rule of each: when the time is up, all have got about as far.
