@@ -33,7 +33,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.models.pull import served_reference
 from selfjudge.models.speculators import load_head, write_speculators
 from selfjudge.prompts.sources import check_readable
-from selfjudge.store import RunFolder, markdown_table, read_tensors, write_tensors, write_text
+from selfjudge.store import RunFolder, fill_template, read_tensors, write_tensors, write_text
 from selfjudge.store.schema import conform
 from selfjudge.types import Notify, ignore
 
@@ -130,8 +130,7 @@ def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingSta
         "top1_held_out": {"as_trained": trained, "int8": rounded},
         "compact": {"format": "int8 rows", "bytes": size},
     }
-    figures = ", ".join(f"{source} {share:.1%}" for source, share in sorted(rounded.items()))
-    write_text(out / "README.md", _format_card("student.md", result, figures=figures))
+    write_text(out / "README.md", fill_template(Path(__file__).with_name("student.md"), **result))
     shutil.copy(out / "README.md", compact / "README.md")
     maker.run.finish(**result)
     return result
@@ -160,9 +159,7 @@ def export_head(maker: DataMaker, learner: HeadLearner, state: TrainingState) ->
         },
         "compact": {"format": "int8 groups", "bytes": size},
     }
-    m = markdown_table(["prompts", "m"], ([name, f"{m:.2f}"] for name, m in sorted(rounded.figures["m"].items())))
-    low, middle, high = finished.config.aux_layers
-    card = _format_card("head.md", result, layers=f"{low}, {middle} and {high}", figures=m)
+    card = fill_template(Path(__file__).with_name("head.md"), **result, layers=finished.config.aux_layers)
     write_text(run.path / "README.md", card)
     run.finish(**result)
     return result
@@ -186,11 +183,3 @@ def _describe(maker: DataMaker, data: Dataset, state: TrainingState) -> dict[str
             "history": state.history,
         },
     }
-
-
-def _format_card(template: str, result: dict[str, Any], **about: str) -> str:
-    """The card of a draft: a template of this folder, filled in with what `run.json` says."""
-    rows = ([s["name"], s["prompts"], s["answers_per_prompt"], s["licence"]] for s in result["sources"])
-    prompts = markdown_table(["prompts", "used", "answers each", "licence of the prompts"], rows, "lrrl")
-    sizes = {"millions": result["parameters"] / 1e6, "megabytes": result["compact"]["bytes"] / 1e6}
-    return Path(__file__).with_name(template).read_text("utf-8").format(**result, **sizes, prompts=prompts, **about)
