@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from selfjudge.store import read_asset
 
 
@@ -87,6 +85,8 @@ class Sentences:
 
     @cached_property
     def _macros(self) -> Any:
+        from jinja2 import Environment, StrictUndefined  # most commands need no sentence
+
         made = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701 - no markup
         made.globals |= {**globals(), **self.words}
         return made.from_string(read_asset(self.package, self.asset)).module

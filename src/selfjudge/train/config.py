@@ -34,12 +34,7 @@ class TrainConfig:
     suffix_gap: int = setting(0, "Label again without this many tokens right after the substitution.", minimum=0)
     tau: float | None = setting(None, "Label again from the stored scores with this τ.")
     acceptable: float | None = setting(None, "Label again: the share of mismatches to call acceptable.", above=0)
-    margin_limit: float | None = setting(
-        None,
-        "Leave the choice to the target where it prefers its own token by more nats than this.",
-        above=0,
-        maximum=-LOWEST,
-    )
+    margin_limit: float | None = setting(None, "Nats beyond which the target alone decides.", above=0, maximum=-LOWEST)
     sources: tuple[str, ...] = setting((), "Learn only from these sources of prompts; from all if none is named.")
     reject: float = setting(0.9, "Share of bad substitutions that threshold R rejects.", above=0, maximum=1)
     threshold_f: str = setting("f1", "Threshold F: best F1, or largest Youden's J.", choices=("f1", "youden"))
