@@ -96,6 +96,8 @@ def _compare_scores(summary: Mapping[str, Any], samples: Sequence[Row], others: 
             "delta_ci": bootstrap_interval(main),
             "lost": int(lost.sum()),
             "gained": int(gained.sum()),
+            "lost_ci": bootstrap_interval(lost.astype(float)),
+            "gained_ci": bootstrap_interval(gained.astype(float)),
         }
     return {
         **compared,

@@ -29,7 +29,7 @@ from selfjudge.types import PHASES, Generation, JudgedToken
 
 NOT_COMPARED: Mapping[str, Any] = {
     "delta_score": None, "delta_ci": None, "delta_scores": {}, "delta_scores_ci": {}, "agreement": None,
-    "agreement_ci": None, "lost": None, "gained": None,
+    "agreement_ci": None, "lost": None, "gained": None, "lost_ci": None, "gained_ci": None,
     "delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None, "compared_with": None,
 }  # fmt: skip
 """The fields that a comparison with `exact` fills in."""
