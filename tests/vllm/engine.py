@@ -72,12 +72,26 @@ def answer(llm: Any, judged: bool, proposed: list[Any], prompts: list[list[int]]
 
 def work(job_file: Path, answers_file: Path, log: Path, variables: dict[str, str]) -> None:
     """Do the job in this process, which has imported vLLM; all that is said goes to the log."""
-    os.environ.update(variables)
-    with log.open("w") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    _begin(variables, log, log)
     main(job_file, answers_file)
+
+
+def command(words: list[str], folder: Path, out: Path, log: Path, variables: dict[str, str]) -> None:
+    """Be `selfjudge WORDS` in this process, which has imported vLLM."""
+    _begin(variables, out, log)
+    os.chdir(folder)
+    sys.argv = ["selfjudge", *words]
+    from selfjudge.cli.main import main as run
+
+    run()
+
+
+def _begin(variables: dict[str, str], out: Path, log: Path) -> None:
+    os.environ.update(variables)
+    for number, file in enumerate((out, log), 1):
+        with file.open("a") as said:
+            os.dup2(said.fileno(), number)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
 def main(job_file: Path, answers_file: Path) -> None:

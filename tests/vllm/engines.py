@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import work
+from engine import command, work
 
 HERE = Path(__file__).parent
 START = [sys.executable, "-c", "from selfjudge.cli.main import main; main()"]
@@ -74,12 +74,29 @@ def started(engine: dict[str, Any], runs: list[dict[str, Any]], v2: bool, **vari
 def _forks() -> Any:
     """Where engines come from: forks of a process that has imported vLLM, which takes as long as a tiny engine's work."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "selfjudge.integrations.vllm"])
+    context.set_forkserver_preload([
+        "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "selfjudge.integrations.vllm", "selfjudge.cli.main",
+        "selfjudge.evaluate.pipeline", "selfjudge.tune.pipeline",
+    ])  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in environment().items():
             patch.setenv(variable, value)
         forkserver.ensure_running()
     return context
+
+
+def call(words: Sequence[str], folder: Path | None = None, **variables: str) -> str:
+    """What `selfjudge WORDS` prints, run in a folder by a fork that has imported vLLM."""
+    with tempfile.TemporaryDirectory() as name:
+        out, log = (Path(name) / file for file in ("out", "log"))
+        given = (list(words), folder or Path(name), out, log, environment(**ONE_PROCESS, **variables))
+        process = _forks().Process(target=command, args=given)
+        process.start()
+        process.join(1800)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, f"{shlex.join(words)}\n{log.read_text()[-4000:]}"
+        return out.read_text()
 
 
 def run(engine: dict[str, Any], runs: list[dict[str, Any]], *, v2: bool = False, **variables: str) -> Answers:

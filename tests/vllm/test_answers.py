@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ONE_PROCESS, START, environment
+from engines import call
 
 from selfjudge.store import read_rows
 
@@ -19,16 +18,7 @@ PROMPTS = 8  # one batch
 
 
 def run(*words: str) -> Any:
-    done = subprocess.run(
-        [*START, *words, "--json"],
-        env=environment(**ONE_PROCESS),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return json.loads(call([*words, "--json"]))
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import ONE_PROCESS, START, environment
+from engines import call
 
 from selfjudge.label.folder import read_rows
 from selfjudge.store import read_json, read_tensors
 
 QUESTIONS = ["What is 15% of 240?", "Name three colours.", "Why is the sky blue?"]
-COMMAND = [*START, "label", "--dtype", "float32", "--device", "cpu"]
+COMMAND = ["label", "--dtype", "float32", "--device", "cpu"]
 OPTIONS = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "block_size": 32}
 
 
@@ -24,11 +23,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     prompts = root / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
     for name, more in (("torch", []), ("vllm", ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)])):
-        done = subprocess.run(
-            [*COMMAND, "--prompts", str(prompts), "--max-new-tokens", "48", "--previous", "--out", str(root / name), *more],
-            env=environment(**ONE_PROCESS), capture_output=True, text=True, timeout=900,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
+        given = ["--prompts", str(prompts), "--max-new-tokens", "48", "--previous"]
+        call([*COMMAND, *given, "--out", str(root / name), *more])
     return root / "torch", root / "vllm"
 
 
@@ -68,11 +64,8 @@ def test_tau_and_consequences_are_found_inside_vllm(tmp_path: Path) -> None:
             ("tau", ["--calibrate", "arithmetic", "--calibrate-prompts", "3"]),
             ("kept", ["--method", "consequences", "--substitutions", "3"]),
         ):
-            done = subprocess.run(
-                [*COMMAND, "--prompts", "arithmetic:3", "--max-new-tokens", "160", *asked, "--out", str(tmp_path / kind / name), *more],
-                env=environment(**ONE_PROCESS), capture_output=True, text=True, timeout=900, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr[-3000:]
+            given = ["--prompts", "arithmetic:3", "--max-new-tokens", "160", *asked]
+            call([*COMMAND, *given, "--out", str(tmp_path / kind / name), *more])
     ours, theirs = (read_json(tmp_path / "tau" / name / "manifest.json") for name in ("torch", "vllm"))
     assert ours["tau"] == pytest.approx(theirs["tau"], abs=1e-2)
     for key in ("mismatches", "critical", "prompts"):
@@ -85,12 +78,8 @@ def test_tau_and_consequences_are_found_inside_vllm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_target_writes_its_prompts_inside_vllm(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*COMMAND, "--prompts", "self:12", "--max-new-tokens", "32", "--tau", "-5", "--out", str(tmp_path / "labels"),
-         "--backend", "vllm", "--engine-options", json.dumps(OPTIONS)],
-        env=environment(**ONE_PROCESS), capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    given = ["--prompts", "self:12", "--max-new-tokens", "32", "--tau", "-5", "--out", str(tmp_path / "labels")]
+    call([*COMMAND, *given, "--backend", "vllm", "--engine-options", json.dumps(OPTIONS)])
     manifest = read_json(tmp_path / "labels" / "manifest.json")
     assert manifest["yields"]["self"]["written"] == 12
     assert manifest["prompts"] >= 3

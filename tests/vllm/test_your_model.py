@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ONE_PROCESS, START, environment, served
+from engines import START, call, served
 from openai import OpenAI
 
 from selfjudge.models.pull import checkpoint_folder
@@ -25,7 +24,7 @@ SMALLER = {
     ],
     "bench": ["--limit", "1", "--max-new-tokens", "12", "--repeats", "1"],
     "tune": [
-        "--epsilon", "0.9", "--limit", "10", "--max-new-tokens", "6",
+        "--epsilon", "0.9", "--limit", "10", "--max-new-tokens", "6", "--gamma", "3",
         "--engine-options", json.dumps(ENGINE),
     ],
     "serve": ["--vllm", "--enforce-eager --max-model-len 512 --max-num-seqs 8"],
@@ -53,19 +52,6 @@ def families(words: list[str]) -> list[str]:
     return ["--families", "margin,judged" if "--judge" in words else "margin"] if words[1] == "tune" else []
 
 
-def run(folder: Path, words: list[str]) -> None:
-    done = subprocess.run(
-        [*START, *words],
-        cwd=folder,
-        env=environment(**ONE_PROCESS),
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr[-4000:]}"
-
-
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The page's first block, from a target to a server: the folder it was run in, and what the server said."""
@@ -81,7 +67,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
                 reply = client.chat.completions.create(model=model.id, messages=asked, max_tokens=8)
                 said = reply.choices[0].message.content or ""
         else:
-            run(folder, words)
+            call(words, folder)
     return folder, said
 
 
@@ -95,7 +81,7 @@ def test_the_pages_commands_lead_from_a_target_to_a_server(followed: tuple[Path,
 def test_a_judge_of_ones_own_is_tried_too(followed: tuple[Path, str]) -> None:
     folder, _ = followed
     for words in commands()[FIRST:]:
-        run(folder, words)
+        call(words, folder)
     assert read_json(folder / "tuned-judge" / "recipe.json")["engine"] == "vllm"
     tried = read_json(folder / "tuned-judge" / "certificate.json")["candidates"]
     assert any(row["family"] == "judged" and row["n_used"] for row in tried)
