@@ -15,7 +15,8 @@ class SelfJudgeError(Exception):
 
 def first_line(error: Exception) -> str:
     """What somebody else's exception says, short enough for a line of ours."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:160]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:160]
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> SelfJudgeError:

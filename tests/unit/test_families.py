@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -28,6 +29,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models import shape
 from selfjudge.models.convert import dequantise, gguf_tokenizer
 from selfjudge.models.gguf import ARCHITECTURES, open_model
+from selfjudge.models.pair import Pair
 from selfjudge.models.shape import UnknownShapeError, describe, describe_model
 
 FAST = ("cpu", "cuda")
@@ -214,6 +216,37 @@ def test_a_window_that_holds_the_whole_context_is_none() -> None:
     """As Phi-3 with 128k positions has it."""
     assert describe(family_model("Mistral, sliding window", sliding_window=96).config).windows == (0, 0, 0)
     assert describe(family_model("Mistral, sliding window", sliding_window=95).config).windows == (95, 95, 95)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"hidden_size": 48}, r"has weights of other shapes than its config says \(\d+: lm_head\.weight …\)"),
+        ({"num_hidden_layers": 5}, r"lacks weights of this model \(\d+: model\.layers\.3\."),
+        (
+            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 100.0}},
+            "rotary embedding is of unknown type 'spiral'",
+        ),
+        ({"hidden_act": "wish"}, "its activation 'wish' is unknown"),
+        ({"sliding_window": -1}, "its sliding window is -1"),
+        ({"shard": 1}, r"No such file or directory: .*model-00002-of-"),
+    ],
+)
+def test_a_checkpoint_that_contradicts_itself_is_refused_in_one_line(
+    change: dict[str, Any], line: str, checkpoints: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    family_model("Mistral, sliding window").save_pretrained(folder, max_shard_size="20KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(checkpoints["target"]) / name, folder)
+    if "shard" in change:
+        sorted(folder.glob("*.safetensors"))[change["shard"]].unlink()
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(SelfJudgeError, match=line) as caught:
+        Pair.load(str(folder), device="cpu", needs_draft=False)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_table_of_the_docs_is_what_is_tested() -> None:

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, check_reference, head_folder, unknown_model
@@ -168,6 +177,20 @@ def check_tokenizers(
         )
 
 
+def _check_config(config: PretrainedConfig) -> None:
+    """Refuse by name what transformers would stumble over, or run without sense."""
+    rope, window = getattr(config, "rope_parameters", None) or {}, getattr(config, "sliding_window", None)
+    for part in (rope, *rope.values()):
+        kind = part.get("rope_type", "default") if isinstance(part, dict) else "default"
+        if kind not in {"default", *ROPE_INIT_FUNCTIONS}:
+            raise ValueError(f"its rotary embedding is of unknown type {kind!r}")
+    for name in ("hidden_act", "hidden_activation"):
+        if (activation := getattr(config, name, None)) is not None and activation not in ACT2FN:
+            raise ValueError(f"its activation {activation!r} is unknown")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"its sliding window is {window!r}")
+
+
 def _load_checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A checkpoint in a folder, or one of the hub by its id."""
     try:
@@ -176,8 +199,14 @@ def _load_checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrained
             config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options).get_text_config()
             if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:  # each is built before weights are looked for
                 raise ValueError(f"it says that it has {config.num_hidden_layers} layers")
+            _check_config(config)
             model, loading = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+                source,
+                dtype=dtype,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                **options,
             )
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint

@@ -22,13 +22,13 @@ DERIVED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 def check_weights(model: PreTrainedModel, loading: Mapping[str, Iterable[Any]], source: Path | str) -> None:
     """Refuse a checkpoint whose tensors are not the model's, or not finite: transformers would invent missing ones."""
     for what, problem in (
-        ("missing_keys", "lacks"),
-        ("unexpected_keys", "has unknown"),
-        ("mismatched_keys", "has other"),
+        ("mismatched_keys", "has weights of other shapes than its config says"),
+        ("missing_keys", "lacks weights of this model"),
+        ("unexpected_keys", "has unknown weights of this model"),
     ):
         names = [name if isinstance(name, str) else name[0] for name in loading.get(what, ())]
         if wrong := sorted(name for name in names if not name.endswith(DERIVED)):
-            raise SelfJudgeError(f"{source} {problem} weights of this model ({len(wrong)}: {wrong[0]} …)")
+            raise SelfJudgeError(f"{source} {problem} ({len(wrong)}: {wrong[0]} …)")
     check_finite(model.named_parameters(), source)
     config = model.config.get_text_config()
     check_heads(getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1, source)
