@@ -17,10 +17,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from selfjudge.engine.cpu.library import Matrix, library
 from selfjudge.models.convert import finish_gguf, start_gguf
-from selfjudge.models.gguf import BLOCKS
+from selfjudge.models.gguf import BLOCKS, RECODED
 from selfjudge.models.shape import describe
 
-KINDS = sorted(kind for kind in BLOCKS if kind > 1)
+KINDS = sorted(kind for kind in BLOCKS if kind > 1 and kind not in RECODED)
 
 
 def random_blocks(kind: int, rows: int, cols: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -28,7 +28,9 @@ def random_blocks(kind: int, rows: int, cols: int, seed: int = 0) -> NDArray[np.
     _, weights, size = BLOCKS[kind]
     random = np.random.default_rng(seed)
     data = random.integers(0, 256, (rows * cols // weights, size), np.uint8)
-    for at in {2: (0,), 6: (0,), 8: (0,), 14: (208,)}.get(kind, (0, 2)):  # where halves lie
+    for at in {2: (0,), 6: (0,), 8: (0,), 10: (80, 82), 11: (108,), 14: (208,), 20: (0,), 23: (0,)}.get(
+        kind, (0, 2)
+    ):  # where halves lie
         halves = random.uniform(-0.1, 0.1, len(data)).astype(np.float16)
         data[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
     return data.reshape(rows, -1)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfjudge.engine.select
 from conftest import VOCAB, tiny_head, tiny_model
-from fake_gguf import KINDS, check_kind, dequantised, random_blocks, write_model
+from fake_gguf import KINDS, check_kind, dequantised, file_tensors, random_blocks, write_model
 from proposals import requests_of
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
@@ -30,7 +30,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import make_proxy
 from selfjudge.models import convert, device as memory, load as loading
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import BLOCKS, GgufFile, TensorInfo, open_model
+from selfjudge.models.gguf import BLOCKS, RECODED, GgufFile, TensorInfo, open_model
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.speculators import load_head
@@ -67,7 +67,7 @@ def test_a_file_gives_the_logits_of_its_model(kind: str, tied: bool, tmp_path: P
         assert least <= (logits - exact).norm() / exact.norm() < most
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: BLOCKS[kind][0])
+@pytest.mark.parametrize("kind", [*KINDS, *sorted(RECODED)], ids=lambda kind: BLOCKS[kind][0])
 def test_the_embedding_is_the_same_out_of_packed_rows(kind: int, tmp_path: Path) -> None:
     """A tied file reads it from the packed output matrix, one with two equal matrices from a copy."""
     tokens = torch.arange(VOCAB)[None]
@@ -375,7 +375,25 @@ def test_a_file_becomes_a_checkpoint(kind: str, tied: bool, tmp_path: Path, monk
         assert torch.equal(made.state_dict()[name], weight.half().float()), name
 
 
-@pytest.mark.parametrize("kind", [0, 1, *KINDS], ids=lambda kind: BLOCKS[kind][0])
+@pytest.mark.parametrize("kind", sorted(RECODED), ids=lambda kind: BLOCKS[kind][0])
+def test_blocks_without_a_kernel_are_read_as_int8(kind: int, tmp_path: Path) -> None:
+    """Every weight lies within half a step of its group, and the file has the logits of its floats in int8."""
+    model, path = tiny_model(seed=4, hidden_size=256, intermediate_size=256, head_dim=64), tmp_path / "m.gguf"
+    shapes = {name: p for name, p in file_tensors(model).items() if p.ndim == 2 and not name.startswith("token_embd")}
+    write_model(
+        model, path, {}, {n: (random_blocks(kind, *p.shape, seed=i), kind) for i, (n, p) in enumerate(shapes.items())}
+    )
+    opened, tokens = open_model(path), torch.randint(0, VOCAB, (1, 12))
+    file = GgufFile(path)
+    tensor = file.tensors["blk.0.ffn_down.weight"]
+    wanted, found = file.floats(tensor), dequantised(file.blocks(tensor), tensor.block_kind)
+    step = np.abs(wanted).reshape(-1, 32).max(1, keepdims=True) / 127
+    assert (np.abs(found - wanted).reshape(-1, 32) <= 0.6 * step).all()
+    exact = CpuEngine(convert.dequantise(opened, torch.float32), int8=True)
+    assert torch.equal(CpuEngine(opened).extend(tokens).logits, exact.extend(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", [0, 1, *KINDS, *sorted(RECODED)], ids=lambda kind: BLOCKS[kind][0])
 def test_rows_of_a_tensor_are_the_floats_its_blocks_stand_for(kind: int, tmp_path: Path) -> None:
     rows, cols = 5, 512
     data = random_blocks(kind, rows, cols) if kind > 1 else np.ones((rows, cols), {0: np.float32, 1: np.float16}[kind])

@@ -25,9 +25,13 @@ from selfjudge.models.weights import GROUP, check_heads, quantise
 
 BLOCKS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
 }  # fmt: skip
 """Block types by their number in a file: name, weights per block, bytes per block."""
+
+RECODED = frozenset({10, 11, 20, 23})
+"""Block types that the CPU kernel does not multiply: they are read as int8."""
 
 ARCHITECTURES = {
     name: {"gemma3": "gemma3_text"}.get(name, name)
@@ -43,7 +47,7 @@ _MOST_TEXT = 64 << 20
 _FLOATS: dict[int, type[np.floating[Any]]] = {0: np.float32, 1: np.float16}
 _SCALES = {
     "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4), "Q8_0": (0, 2), "Q4_K": (0, 4), "Q5_K": (0, 4),
-    "Q6_K": (208, 210),
+    "Q6_K": (208, 210), "Q2_K": (80, 84), "Q3_K": (108, 110), "IQ4_NL": (0, 2), "IQ4_XS": (0, 2),
 }  # fmt: skip
 """Bytes of a block that hold its float16 scales."""
 
@@ -68,6 +72,11 @@ class TensorInfo:
     kind: int
     offset: int
     size: int
+
+    @property
+    def block_kind(self) -> int:
+        """The type of its blocks in memory."""
+        return 8 if self.kind in RECODED else self.kind
 
 
 class _Reader:
@@ -185,6 +194,13 @@ class GgufFile:
         if not np.isfinite(floats).all():
             raise SelfJudgeError(f"{self.path}: {tensor.name} has weights that are not finite")
         return data.reshape(-1, width)
+
+    def blocks(self, tensor: TensorInfo) -> NDArray[np.uint8]:
+        """[rows, bytes] of a tensor in blocks of its `block_kind`."""
+        if tensor.kind not in RECODED:
+            return self.raw(tensor)
+        some = (torch.from_numpy(self.floats(tensor, slice(n, n + 4096))) for n in range(0, tensor.rows, 4096))
+        return np.concatenate([int8_blocks(rows).reshape(len(rows), -1) for rows in some])
 
     def floats(self, tensor: TensorInfo, rows: slice | NDArray[np.integer[Any]] = slice(None)) -> NDArray[np.float32]:
         """[rows, cols] of a tensor as floats: all rows, or some."""

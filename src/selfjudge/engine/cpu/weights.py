@@ -115,9 +115,11 @@ class PackedWeights:
         """`heads` is where the rows of a head lie in the file."""
         head_name = output_name(file)
         matrices = [(f"blk.{i}.{part.gguf}", part) for i in range(self.shape.layers) for part in self.shape.matrices]
-        kinds = [(file.tensors[f"{name}.weight"].kind, part.rows, part.cols) for name, part in matrices]
+        kinds = [(file.tensors[f"{name}.weight"].block_kind, part.rows, part.cols) for name, part in matrices]
         output = file.tensors[f"{head_name}.weight"]
-        self._make_room(one for one in [*kinds, (output.kind, output.rows, output.cols)] if one[0] not in (F32, F16))
+        self._make_room(
+            one for one in [*kinds, (output.block_kind, output.rows, output.cols)] if one[0] not in (F32, F16)
+        )
         for i, layer in enumerate(self.layers):
             for part in self.shape.matrices:
                 order = self._file_order(part, heads)
@@ -142,8 +144,8 @@ class PackedWeights:
         tensor = file.tensors["token_embd.weight"]
         if output_name(file) == "token_embd":
             return head.weight, head.type, head.type != F32
-        self.kept.append(raw := file.raw(tensor))
-        return int(raw.ctypes.data), tensor.kind, False
+        self.kept.append(raw := file.blocks(tensor))
+        return int(raw.ctypes.data), tensor.block_kind, False
 
     def _file_floats(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> int:
         values = file.floats(file.tensors[name])
@@ -161,7 +163,7 @@ class PackedWeights:
             self.bytes_per_pass += values.nbytes
             return Matrix(values.ctypes.data, bias, len(values), tensor.cols, F32)
         rows = tensor.rows if order is None else len(order)
-        return self._pack(file.raw(tensor), rows, tensor.cols, tensor.kind, bias, order)
+        return self._pack(file.blocks(tensor), rows, tensor.cols, tensor.block_kind, bias, order)
 
     def _pack(
         self,
@@ -200,7 +202,7 @@ class PackedHead(PackedWeights):
         matrices: list[Any] = [layer.get_submodule(part.module) for part in shape.matrices]
         shapes = [(kind, *module.weight.shape) for module in (*matrices, head.fc)]
         if head.output is None:
-            kind = file.tensors[f"{output_name(file)}.weight"].kind
+            kind = file.tensors[f"{output_name(file)}.weight"].block_kind
         shapes.append((kind, len(head.draft_ids), shape.hidden))
         self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
         self._fill_layer(self.layers[0], layer)
