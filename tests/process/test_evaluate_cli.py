@@ -61,7 +61,7 @@ def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
     assert whole.exit_code == 0, whole.output
     torn = tmp_path / "torn"
     process = Process(command(checkpoints, few, torn))
-    while not list(torn.rglob("part-00003.jsonl")) and process.poll() is None:
+    while not list(torn.rglob("part-00001.jsonl")) and process.poll() is None:
         time.sleep(0.01)
     process.kill()
     process.wait()

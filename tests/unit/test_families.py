@@ -79,12 +79,12 @@ def test_exact_equals_transformers_token_by_token(family: str, kind: str) -> Non
     with torch.no_grad():
         draft.get_output_embeddings().weight.add_(0.1 * torch.randn_like(draft.get_output_embeddings().weight))
     engines = BatchEngines(make_engine(target, kind=kind), make_draft(draft, target, kind=kind))
-    prompts = prompts_of([3, 11, 1, 40])
+    prompts = prompts_of([3, 11, 40])
     tokens: list[list[int]] = [[] for _ in prompts]
-    for step in decode(engines, requests_of(prompts, 24), EXACT, gamma=3):
+    for step in decode(engines, requests_of(prompts, 16), EXACT, gamma=3):
         for emission in step.emissions:
             tokens[emission.row] += emission.tokens
-    assert tokens == [greedy(target, prompt, 24) for prompt in prompts]
+    assert tokens == [greedy(target, prompt, 16) for prompt in prompts]
 
 
 def test_a_prompt_in_pieces_has_the_bits_of_one_at_once_beyond_a_window() -> None:

@@ -14,7 +14,7 @@ from selfjudge.store import read_rows
 OPTIONS = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8}
 VLLM = ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)]
 RULES = ("exact", "margin:2,guard=on", "margin:price=0.3,guard=on", "judged:q0.5")
-PROMPTS = 8  # one batch
+PROMPTS = 6  # one batch
 
 
 def run(*words: str) -> Any:
@@ -26,8 +26,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("eval")
     for name, more in (("torch", []), ("vllm", VLLM)):
         run(
-            "eval", "--tasks", "arithmetic", "--limit", str(PROMPTS), "--max-new-tokens", "24", "--gammas", "3", "--dtype",
-            "float32", "--device", "cpu", "--batch", "8", "--examples", "0", "--rules", " ".join(RULES),
+            "eval", "--tasks", "arithmetic", "--limit", str(PROMPTS), "--max-new-tokens", "18", "--gammas", "3", "--dtype",
+            "float32", "--device", "cpu", "--batch", str(PROMPTS), "--examples", "0", "--rules", " ".join(RULES),
             "--out", str(root / name), *more,
         )  # fmt: skip
     return {name: root / name / "arithmetic" for name in ("torch", "vllm")}
@@ -49,7 +49,7 @@ def test_answers_and_cycles_are_those_of_our_loop(
     equal = [(one, other) for one, other in zip(ours, theirs, strict=True) if one["text"] == other["text"]]
     with capsys.disabled():
         print(f"\n[{rule}: {len(equal)} of {PROMPTS} answers are equal]")
-    assert len(equal) >= PROMPTS - 2  # near-ties of the target, of the draft or of the rule
+    assert len(equal) >= PROMPTS - 1  # near-ties of the target, of the draft or of the rule
     for one, other in equal:
         assert [one[key] for key in ("tokens", "answer", "score")] == [
             other[key] for key in ("tokens", "answer", "score")
