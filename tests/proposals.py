@@ -20,7 +20,7 @@ from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import as_draft
-from selfjudge.types import MAX_GAMMA, Block
+from selfjudge.types import Block
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ def cycles(
         make_engine(target, hidden=rule.judge is not None, features=as_draft(draft).features, kind=kind),
         make_draft(draft, target, kind=kind),
     )
-    random = RandomNumbers(rule.sampling is not None, MAX_GAMMA, target.device)
+    random = RandomNumbers(rule.sampling is not None, target.device)
     random.enter(range(len(prompts)) if seeds is None else seeds)
     counts = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     width = int(counts.max())

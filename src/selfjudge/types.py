@@ -209,6 +209,8 @@ class Emission(NamedTuple):
     """Why the row ended with this emission; None while it goes on."""
     judged: tuple[JudgedToken, ...] = ()
     """Its tokens of origin `judge`, where the loop was asked to trace them."""
+    gamma: int = -1
+    """γ of the row where it stays the same for the whole answer, else −1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +224,8 @@ class TokenColumn(Sequence[Emission]):
     tokens: NDArray[Any]
     ended: NDArray[Any]
     """0 goes on, 1 end token, 2 length limit."""
+    gammas: NDArray[Any]
+    """As `Emission.gamma`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -229,7 +233,8 @@ class TokenColumn(Sequence[Emission]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[j] for j in range(len(self))[i]]
-        return Emission(int(self.rows[i]), (int(self.tokens[i]),), ("target",), FINISHES[int(self.ended[i])])
+        row, token, finish = int(self.rows[i]), int(self.tokens[i]), FINISHES[int(self.ended[i])]
+        return Emission(row, (token,), ("target",), finish, gamma=int(self.gammas[i]))
 
 
 FINISHES: tuple[Finish | None, ...] = (None, "eos", "length")
@@ -260,7 +265,7 @@ class Step:
     non_finite: bool = False
     """Whether a non-finite logit or hidden state was met."""
     drafted: int = 0
-    """Draft tokens of each row in this step."""
+    """Draft tokens of a row in this step: the most where rows have unlike γ."""
     cost: float = 0.0
     """With γ = auto: seconds that the table of costs has for this step, whatever else the machine does; else 0."""
     plain_cost: float = 0.0
@@ -286,6 +291,8 @@ class Generation:
     """The tokens of origin `judge`, and what the target wanted there."""
     drafted: int = 0
     """Draft tokens of all cycles, accepted or not."""
+    gamma: int | None = None
+    """γ where it was the same for the whole answer: given, or chosen when the request entered; else None."""
     speed_over_plain: float | None = None
     """Speed of the cycles over plain decoding, by what both cost on this machine; None where γ is fixed."""
 

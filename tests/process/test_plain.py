@@ -140,7 +140,7 @@ def test_no_prompts_and_no_answers() -> None:
 
 
 def test_singles_are_emissions() -> None:
-    singles = TokenColumn(np.array([4, 0, 2]), np.array([9, 8, 7]), np.array([0, 1, 2]))
+    singles = TokenColumn(np.array([4, 0, 2]), np.array([9, 8, 7]), np.array([0, 1, 2]), np.full(3, -1))
     made = [
         Emission(4, (9,), ("target",)),
         Emission(0, (8,), ("target",), "eos"),

@@ -22,7 +22,7 @@ from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.cycle import Cycle
 from selfjudge.decoding.gamma import GammaController
 from selfjudge.decoding.loop import decode
-from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeSampling, TopK
+from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Margin, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cuda import engine as cuda
@@ -310,9 +310,9 @@ def random_limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def with_tokens(engines: BatchEngines, rule: AcceptanceRule, gamma: int, **options: object) -> Cycle:
         rows = len(options["first"])  # type: ignore[arg-type]
         tokens = rows + int(random.integers(rows * gamma + 1)) if gamma and engines.target.static else None
-        return find(engines, rule, gamma, tokens=tokens, **options)  # type: ignore[arg-type]
+        return find(engines, rule, gamma, **(options | {"tokens": tokens}))  # type: ignore[arg-type]
 
-    def limited(self: Cycle, uniforms: torch.Tensor | None) -> object:
+    def limited(self: Cycle, uniforms: torch.Tensor | None, limits: object = None) -> object:
         if not self.gamma:
             return run_cycle(self, uniforms)
         limits = random.integers(0, self.gamma + 1, len(self.last))
@@ -354,12 +354,51 @@ def test_limits_leave_the_distribution_alone(rows: int, head: bool, random_limit
     assert {0, 1, 2} <= set(random_limits)
 
 
+@pytest.fixture
+def gammas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What requests get when they enter, one after the other."""
+    left = [3, 1, 0, 5, 2, 4]
+    given = iter(left)
+    monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows: next(given))
+    return left
+
+
+RELAXED = (TopK(3), Margin(1.0), SpeculativeSampling(Sampling(1.0)), Judged(constant_judge(0.7, 32), 0.5, special=()))
+
+
 @pytest.mark.usefixtures("unmeasured")
-def test_judged_tokens_are_traced_whatever_gamma_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "GammaController", _Wilful)
+@pytest.mark.parametrize("rule", RELAXED, ids=lambda rule: rule.name)
+def test_a_request_keeps_the_gamma_it_entered_with(rule: AcceptanceRule, gammas: list[int]) -> None:
+    """Six requests over three places, each with another γ: every answer is what this γ alone gives."""
+    target, draft = tiny_model(seed=1), tiny_model(seed=1)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
+    prompts, queue = prompts_of([4, 19, 7, 1, 12, 9]), AdmissionQueue(3, 96)
+    requests = [Request(prompt, 14 + 3 * i, seed=i) for i, prompt in enumerate(prompts)]
+    tokens: dict[int, list[int]] = {}
+    used: dict[int, set[int]] = {}
+    engines = engines_of(target, draft, hidden=rule.judge is not None)
+    for number, step in enumerate(decode(engines, requests[:1], rule, queue=queue)):
+        for emission in step.emissions:
+            tokens.setdefault(emission.row, []).extend(emission.tokens)
+            if step.cycle:
+                used.setdefault(emission.row, set()).add(emission.gamma)
+        if number < 5:
+            queue.put(requests[number + 1])
+    assert sorted(map(len, used.values())) == [1] * 6
+    assert len(set.union(*used.values())) > 3
+    for i, request in enumerate(requests):
+        gamma = used[i].pop()
+        (alone,), _ = run(target, draft, [prompts[i]], rule, request.max_new_tokens, [i], gamma=gamma)
+        assert tokens[i] == alone, (i, gamma)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_judged_tokens_are_traced_whatever_gamma_is(gammas: list[int]) -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
     always = Judged(constant_judge(1.0, 32), 0.5, special=())
-    _, steps = run(target, draft, prompts_of([5, 8]), always, gamma="auto", max_new_tokens=40, trace=True)
+    _, steps = run(target, draft, prompts_of([5, 8]), always, max_new_tokens=40, trace=True)
     emissions = [e for s in steps for e in s.emissions]
     assert sum(len(e.judged) for e in emissions) == sum(e.origins.count("judge") for e in emissions) > 10
 

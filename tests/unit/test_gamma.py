@@ -12,13 +12,15 @@ import pytest
 from replay import DEPTH, Replay, costs, recordings
 from selfjudge.decoding.gamma import (
     MAX_AUTO_GAMMA,
+    PROBE_BUDGET,
     STATIC_CHOICES,
     Acceptance,
     Calibration,
     GammaController,
     PairStatistics,
+    RequestGamma,
 )
-from selfjudge.decoding.rules import Exact, FLy
+from selfjudge.decoding.rules import Exact, FLy, TopK
 
 SURE, UNSURE = 0.95, 0.2  # how often a draft is accepted, which is what the draft model says of it
 
@@ -246,3 +248,39 @@ def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: 
         fixed = {gamma: replay.fixed(many, rows, gamma) for gamma in range(DEPTH + 1)}
         assert made / spent > 0.97 * max(fixed.values()), task
         assert made / spent > 0.97 * fixed[0], task
+
+
+def _answers(choice: RequestGamma, share: float, rows: int, cycles: int = 60) -> None:
+    """Count cycles of the γ that is chosen, in which every draft is accepted with probability `share`."""
+    random = np.random.default_rng(0)
+    for _ in range(cycles):
+        gammas = np.full(rows, choice.choose(rows))
+        stands = random.random((rows, max(1, gammas[0]))) < share
+        accepted = np.minimum(stands.cumprod(1).sum(1), gammas)
+        choice.observe(accepted, gammas)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_request_gets_the_gamma_that_pays_under_its_rule(share: float, rows: int) -> None:
+    machine = Machine(step=0.05, token=0.1)
+    choice = RequestGamma(machine.statistics(rows), TopK(2))
+    _answers(choice, share, rows)
+    speeds = {g: sum(share**i for i in range(g + 1)) / machine.cycle(g) for g in (0, *STATIC_CHOICES)}
+    assert speeds[choice.choose(rows)] > 0.97 * max(speeds.values())
+
+
+def test_requests_are_plain_where_drafts_lose_and_drafts_are_tried_now_and_then() -> None:
+    machine = Machine(step=0.2, token=0.3)
+    choice = RequestGamma(machine.statistics(1), TopK(2))
+    _answers(choice, 0.05, 1, cycles=1000)
+    later = [choice.choose(1) for _ in range(400)]
+    loss = 1 - 1.05 / machine.cycle(1)
+    assert 0 < sum(gamma > 0 for gamma in later) / 400 <= 1.1 * PROBE_BUDGET / loss + 1 / 400
+
+
+def test_a_rule_begins_with_what_exact_accepts() -> None:
+    machine = Machine(step=0.05, token=0.1)
+    statistics = machine.statistics(1)
+    _answers(RequestGamma(statistics, Exact()), 0.95, 1)
+    assert RequestGamma(statistics, TopK(2)).choose(1) == RequestGamma(statistics, Exact()).choose(1) > 4

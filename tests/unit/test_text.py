@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import tiny_model
 from selfjudge.decoding.answer import Detokenizer
-from selfjudge.decoding.rules import EXACT, TopK
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling, TopK
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate, stream
 from selfjudge.engine import select
 from selfjudge.engine.select import PairEngines
@@ -124,6 +125,17 @@ def test_figures_of_an_answer(tiny_pair: Pair) -> None:
     assert g.drafts_accepted == sum(o == "draft" for o in g.origins) / g.cycles
     assert g.judged_share == 0
     assert sum(g.seconds[p] for p in ("draft", "target", "rule", "judge")) <= g.seconds["total"] * 1.01
+
+
+@pytest.mark.parametrize("rule", [TopK(3), SpeculativeSampling(Sampling(1.0))], ids=lambda rule: rule.name)
+def test_an_answer_names_its_gamma_and_can_be_had_again_with_it(tiny_pair: Pair, rule: AcceptanceRule) -> None:
+    options = {"max_new_tokens": 20, "raw": True, "seed": 5}
+    chosen = generate(tiny_pair, "w1 w2 w3", rule, **options)
+    assert isinstance(chosen.gamma, int)
+    assert chosen.gamma_mean == chosen.gamma
+    assert generate(tiny_pair, "w1 w2 w3", rule, gamma=chosen.gamma, **options).tokens == chosen.tokens
+    assert generate(tiny_pair, "w1 w2 w3", **options).gamma is None  # chosen for every cycle
+    assert generate(tiny_pair, "w1 w2 w3", gamma=2, **options).gamma == 2
 
 
 def test_an_answer_that_prefill_ends_has_no_cycle(tiny_pair: Pair) -> None:

@@ -78,13 +78,12 @@ def generate(
     from selfjudge.engine.select import PairEngines
 
     rule = request.resolve(pair, sampling=decode.sampling)
-    gamma = rule.default_gamma(pair.target.device.type) if request.gamma is None else request.gamma
     load = LoadWatch()
     answer = stream(
         pair,
         prompt,
         rule,
-        gamma=gamma,
+        gamma=request.gamma,
         max_new_tokens=decode.max_new_tokens,
         stop=decode.stop,
         seed=decode.seed,
@@ -108,7 +107,7 @@ def generate(
                 "dtype": pair.dtype,
                 "draft_dtype": draft_dtype,
                 "rule": request.text,
-                "gamma": gamma,
+                "gamma": "auto" if result.gamma is None else result.gamma,
                 "busy": load.describe(),
             }
         )

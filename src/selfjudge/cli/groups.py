@@ -22,7 +22,7 @@ from selfjudge.label.config import BACKENDS
 from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
 from selfjudge.store import home
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import ENGINES, Gamma, check_settings, default_gamma, setting
+from selfjudge.types import ENGINES, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
     import torch
@@ -71,13 +71,13 @@ class DeviceOptions:
 
             return choose_device(self.device)
 
-    def check_gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> None:
-        """Refuse a γ that the rule cannot work with; None is the default of the device, `auto` always works."""
+    def check_gamma(self, rule: AcceptanceRule, gamma: int | None) -> None:
+        """Refuse a γ that the rule cannot work with; None is the number that evaluations take on the device."""
         if gamma is None and rule.matches_needed:
             if self.device is None:
                 rule.check(default_gamma("cuda"))  # the largest default, before torch is asked for the device
             gamma = default_gamma(self.device_type)
-        if isinstance(gamma, int):
+        if gamma is not None:
             rule.check(gamma)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,12 +56,14 @@ class BatchRows:
     """Tokens that each row may still emit."""
     finished: NDArray[np.bool_]
     """Whether each row has ended."""
+    gamma: NDArray[np.int64]
+    """γ of each row where it stays the same for the whole answer, else −1."""
 
     @classmethod
-    def new(cls, numbers: Sequence[int], limits: Sequence[int]) -> BatchRows:
+    def new(cls, numbers: Sequence[int], limits: Sequence[int], gamma: int = -1) -> BatchRows:
         """Rows with these numbers and token limits; idle ones are finished from the start."""
         index = np.array(numbers, np.int64)
-        return cls(index, np.array(limits, np.int64), index < 0)
+        return cls(index, np.array(limits, np.int64), index < 0, np.full_like(index, gamma))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -78,11 +80,14 @@ class BatchRows:
             cancelled.difference_update(self.index.tolist())
 
     def select(self, kept: list[int]) -> BatchRows:
-        return BatchRows(self.index[kept], self.left[kept], self.finished[kept])
+        return BatchRows(*(column[kept] for column in self._columns))
 
     def extended(self, other: BatchRows) -> BatchRows:
-        mine, theirs = (self.index, self.left, self.finished), (other.index, other.left, other.finished)
-        return BatchRows(*(np.concatenate(both) for both in zip(mine, theirs, strict=True)))
+        return BatchRows(*(np.concatenate(both) for both in zip(self._columns, other._columns, strict=True)))
+
+    @property
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        return self.index, self.left, self.finished, self.gamma
 
     def emit(self, outcome: CycleOutcome, eos_ids: Collection[int]) -> Sequence[Emission]:
         """Give a cycle's tokens to the live rows, cut at the end token and at their limits."""
@@ -92,7 +97,7 @@ class BatchRows:
             self.left[active] -= 1
             ended = np.where(np.isin(column, list(eos_ids)), 1, np.where(self.left[active] == 0, 2, 0))
             self.finished[active] = ended > 0
-            return TokenColumn(self.index[active], column, ended)
+            return TokenColumn(self.index[active], column, ended, self.gamma[active])
         columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged)
         rows = zip(active.tolist(), *(column[active].tolist() for column in columns), strict=True)
         emissions = []
@@ -101,7 +106,8 @@ class BatchRows:
             origins: list[Origin] = ["judge" if by_judge else "draft" for by_judge in judged[:k]]
             origins = [*origins, "target"][: len(tokens)]
             judged_tokens = outcome.judged_tokens(row, len(tokens)) if "judge" in origins else ()
-            emissions.append(Emission(int(self.index[row]), tuple(tokens), tuple(origins), finish, judged_tokens))
+            number, gamma = int(self.index[row]), int(self.gamma[row])
+            emissions.append(Emission(number, tuple(tokens), tuple(origins), finish, judged_tokens, gamma))
         return tuple(emissions)
 
     def _cut(self, row: int, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:

@@ -32,6 +32,8 @@ class Answer:
     """Draft tokens of all cycles."""
     gamma: int = 0
     """Draft tokens of the latest cycle."""
+    fixed_gamma: int | None = None
+    """γ where it is the same for the whole answer."""
     cost: float = 0.0
     """Seconds of all cycles by the table of costs; 0 where γ was fixed."""
     plain_cost: float = 0.0
@@ -47,8 +49,10 @@ class Answer:
 
     def take(self, emission: Emission, step: Step) -> list[Piece]:
         """Add the tokens of a step; return the new pieces of text, none unless the answer is streamed."""
-        self.drafted += step.drafted
         self.gamma = step.drafted
+        if step.cycle and emission.gamma >= 0:
+            self.gamma = self.fixed_gamma = emission.gamma
+        self.drafted += self.gamma
         for phase, spent in step.seconds.items():
             self.seconds[phase] += spent
         if step.cycle > 0:
@@ -117,6 +121,7 @@ class Answer:
             seconds=self.seconds,
             judged_tokens=tuple(self.judged_tokens),
             drafted=self.drafted,
+            gamma=self.fixed_gamma,
             speed_over_plain=self.plain_cost / self.cost if self.cost else None,
         )
 

@@ -1,9 +1,11 @@
 """γ = auto: chosen by what cycles cost on this machine and by how many drafts are accepted.
 
-Costs are measured once (`costs.py`); acceptance is counted while decoding. `PairStatistics` outlives batches. A
-`GammaController` chooses for one batch: before each cycle the maximum number of drafts (0: plain decoding), and during
-it, on engines that run from Python, whether one more draft is worth its time. Choices depend on costs, on earlier
-cycles and on the draft's own probabilities, never on what the target says of this block: lossless rules stay lossless.
+Costs are measured once (`costs.py`); acceptance is counted while decoding. `PairStatistics` outlives batches. Where
+answers do not depend on γ, a `GammaController` chooses for one batch: before each cycle the maximum number of drafts
+(0: plain decoding), and during it, on engines that run from Python, whether one more draft is worth its time. Choices
+depend on costs, on earlier cycles and on the draft's own probabilities, never on what the target says of this block:
+lossless rules stay lossless. Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses it once for
+each request.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,11 +45,12 @@ class Acceptance:
         self.reached = np.zeros(MAX_GAMMA)
         self.accepted = np.zeros(MAX_GAMMA)
 
-    def observe(self, accepted: NDArray[np.int64], drafts: int, decay: float = DECAY) -> None:
-        """Count a cycle of `drafts` drafts, of which row b accepted accepted[b]."""
+    def observe(self, accepted: NDArray[np.int64], drafts: int | NDArray[np.int64], decay: float = DECAY) -> None:
+        """Count a cycle in which row b accepted accepted[b] of drafts[b] drafts."""
         self.fade(decay)
-        for n, rows in Counter(accepted.tolist()).items():
-            self.reached[: min(n + 1, drafts)] += rows / len(accepted)
+        most = np.broadcast_to(drafts, accepted.shape)
+        for (n, drafted), rows in Counter(zip(accepted.tolist(), most.tolist(), strict=True)).items():
+            self.reached[: min(n + 1, drafted)] += rows / len(accepted)
             self.accepted[:n] += rows / len(accepted)
 
     def fade(self, share: float) -> None:
@@ -112,6 +116,8 @@ class DraftRecord:
     """Seconds that probes may lose; NaN before the first batch."""
     lost_seconds: float = 0.0
     """Seconds lost because the best γ was not captured; once they exceed the cost of a capture, it is."""
+    plain_entries: int = 0
+    """How often requests entered with γ = 0 since drafts were last tried."""
 
 
 @dataclass
@@ -129,20 +135,86 @@ class PairStatistics:
     """Records by rule and by rows, within a factor of two."""
 
 
-class GammaController:
-    """Chooses γ for the cycles of one batch. Times are those of the table, never of the clock."""
+class GammaPolicy:
+    """What both ways of choosing γ know. Times are those of the table, never of the clock."""
 
-    def __init__(self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False) -> None:
-        """On `static` engines a cycle cannot stop drafting early."""
-        self.statistics, self.static = statistics, static
+    def __init__(self, statistics: PairStatistics, rule: AcceptanceRule) -> None:
+        self.statistics = statistics
         self.is_captured: Callable[[int, int], bool] = lambda rows, gamma: True
         """Whether a static engine has captured a cycle of so many rows and this γ."""
         self.min_gamma = min(rule.matches_needed + 1, MAX_GAMMA)
         self.choices = [g for g in STATIC_CHOICES if g >= self.min_gamma] or [self.min_gamma]
-        self.max_gamma = max(self.choices) if static else max(MAX_AUTO_GAMMA, self.min_gamma)
+        self.max_gamma = max(self.choices)
+        self._rule = rule.name
+
+    def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
+        """Seconds of a plain cycle and of one of so many drafts; zeros where nothing reliable was measured."""
+        if not self.statistics.costs.cycles or self.statistics.costs.rough:
+            return 0.0, 0.0
+        seconds = self.statistics.costs.seconds(rows, self.max_gamma)
+        return seconds[0], seconds[min(drafts, self.max_gamma)]
+
+    def _find_record(self, rows: int) -> DraftRecord:
+        """The record that belongs to this rule and this number of rows."""
+        return self.statistics.records.setdefault((self._rule, rows.bit_length()), DraftRecord())
+
+
+class RequestGamma(GammaPolicy):
+    """Chooses γ for requests when they enter, by the table and by what earlier answers accepted, and keeps to it: an
+    answer depends on this number, not on its neighbours or on the clock."""
+
+    draft_on: ClassVar[None] = None
+    """Drafting never ends early."""
+    KNOWN = 20.0  # cycles after which the counts of a record are believed
+
+    def choose(self, rows: int) -> int:
+        """γ of requests that enter now, in a batch of so many rows. Where drafts do not pay it is 0, and drafts are
+        tried again so seldom that trying loses no more than `PROBE_BUDGET`."""
+        table = self.statistics.costs.seconds(rows, self.max_gamma)
+        tokens = 1.0 + np.cumsum(np.cumprod(self._find_acceptance(rows).shares(self.max_gamma)))
+        best = max(self.choices, key=lambda gamma: tokens[gamma - 1] / table[gamma])
+        loss, record = 1 - tokens[best - 1] / table[best] * table[0], self._find_record(rows)
+        record.plain_entries += 1
+        if loss > 0 and record.plain_entries * PROBE_BUDGET < loss:
+            return 0
+        record.plain_entries = 0
+        return best
+
+    def candidates(self, rows: int) -> list[int]:
+        """Nothing is captured for a choice that may never be made."""
+        return []
+
+    def observe(self, accepted: NDArray[np.int64], gammas: NDArray[np.int64]) -> None:
+        """Count a cycle in which live row b accepted accepted[b] of gammas[b] drafts; plain rows say nothing."""
+        drafted = gammas > 0
+        if drafted.any():
+            acceptance = self._find_record(len(gammas)).acceptance
+            acceptance.observe(accepted[drafted], gammas[drafted], LONG_DECAY)
+
+    def _find_acceptance(self, rows: int) -> Acceptance:
+        """What is known best: of this rule and about as many rows, of this rule, of `exact`, or nothing."""
+        same = self._find_record(rows).acceptance
+        if same.reached[0] >= self.KNOWN:
+            return same
+        known = [
+            (rule == self._rule, record.acceptance.reached[0], record.acceptance)
+            for (rule, _), record in self.statistics.records.items()
+            if rule in (self._rule, "exact") and record.acceptance.reached[0] >= self.KNOWN
+        ]
+        return max(known, key=lambda entry: entry[:2])[2] if known else same
+
+
+class GammaController(GammaPolicy):
+    """Chooses γ for the cycles of one batch, where answers do not depend on it."""
+
+    def __init__(self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False) -> None:
+        """On `static` engines a cycle cannot stop drafting early."""
+        super().__init__(statistics, rule)
+        self.static = static
+        if not static:
+            self.max_gamma = max(MAX_AUTO_GAMMA, self.min_gamma)
         self.acceptance = Acceptance()
         self.calibration = statistics.calibrations.setdefault(rule.name, Calibration())
-        self._rule = rule.name
         self._rows = 0
         self._record = DraftRecord()
         self._tokens = self._seconds = 0.0  # sums over cycles with drafts, with decay
@@ -249,18 +321,11 @@ class GammaController:
         record.tokens = LONG_DECAY * record.tokens + tokens
         record.plain_tokens = LONG_DECAY * record.plain_tokens + cost / plain
 
-    def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
-        """Seconds of a plain cycle and of one of so many drafts; zeros where nothing reliable was measured."""
-        if not self.statistics.costs.cycles or self.statistics.costs.rough:
-            return 0.0, 0.0
-        seconds = self.statistics.costs.seconds(rows, self.max_gamma)
-        return seconds[0], seconds[min(drafts, self.max_gamma)]
-
     def _select_record(self, rows: int) -> None:
         """Take the record that belongs to this number of rows."""
         if rows == self._rows:
             return
-        record = self.statistics.records.setdefault((self._rule, rows.bit_length()), DraftRecord())
+        record = self._find_record(rows)
         if record is not self._record:
             if not self._rows:
                 self.acceptance.begin_with(record.acceptance, weight=4.0)

@@ -15,20 +15,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import Cycle, Packed, PhaseTimer, find_cycle, is_captured
-from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, PairStatistics
+from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, GammaPolicy, PairStatistics, RequestGamma
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.store.load import SHORTEST, LoadWatch
-from selfjudge.types import PHASES, Block, Gamma, Step, default_gamma
+from selfjudge.types import PHASES, Block, Gamma, Step
 
 MEASURE_SECONDS = 4.0  # after so many seconds a model is not measured a second time
 MOST_ROUNDS = 6  # of cycles that are timed
@@ -39,7 +41,7 @@ def decode(
     requests: Sequence[Request],
     rule: AcceptanceRule,
     *,
-    gamma: Gamma | None = None,
+    gamma: Gamma = "auto",
     eos_ids: Collection[int] = (),
     trace: bool = False,
     queue: AdmissionQueue | None = None,
@@ -50,8 +52,8 @@ def decode(
     With `trace`, emissions say what the target wanted at judged tokens.
 
     With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle, by what cycles cost on this machine and by how many
-    drafts were accepted. Lossless rules stay lossless. Under other rules, and when sampling, answers depend on γ, and
-    so on the machine and on what was decoded before.
+    drafts were accepted. Under relaxed rules and sampling, whose answers depend on γ, it chooses once for every row,
+    when the row enters, and emissions say what.
 
     The caller may add rows to `cancelled` between steps: they leave before the next step and are removed from the set.
     It may also put requests in the `queue`: they enter while there is room, numbered after the first requests.
@@ -59,13 +61,15 @@ def decode(
     cycle 0 without emissions, unless it ends a prompt; that step has the row's first token and the seconds of all its
     chunks. The loop ends once no row is left and none waits.
 
-    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with γ = `auto`,
-    how many of them are used depends on the neighbours too).
+    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours.
     """
-    gamma = default_gamma(engines.target.device.type) if gamma is None else gamma
-    controller = None
+    controller: GammaController | RequestGamma | None = None
     if gamma == "auto":
-        controller = GammaController(_find_statistics(engines), rule, static=engines.target.static)
+        statistics = _find_statistics(engines)
+        if rule.depends_on_gamma:
+            controller = RequestGamma(statistics, rule)
+        else:
+            controller = GammaController(statistics, rule, static=engines.target.static)
         gamma = controller.max_gamma
     requests = check_requests(engines, requests, rule, gamma)
     if controller is not None:
@@ -200,6 +204,8 @@ class _StartedCycle(NamedTuple):
     timer: PhaseTimer
     behind: bool = False
     """Whether the draft had to catch up."""
+    gammas: NDArray[np.int64] | None = None
+    """Drafts of each row, where rows have a γ of their own."""
 
 
 @dataclass
@@ -212,8 +218,8 @@ class _LiveBatch:
     """Maximum drafts of a cycle."""
     eos_ids: Collection[int]
     trace: bool
-    controller: GammaController | _Schedule | None = None
-    """Chooses γ for every cycle; None where γ is fixed."""
+    controller: GammaController | RequestGamma | _Schedule | None = None
+    """Chooses γ for every cycle, or for every row that enters; None where γ is fixed."""
     rows: BatchRows = field(default_factory=lambda: BatchRows.new((), ()))
     cycle: Cycle | None = None
     plain_cycles: int = 0
@@ -222,9 +228,9 @@ class _LiveBatch:
     """Whether rows have entered since the last cycle."""
 
     def __post_init__(self) -> None:
-        self.random = RandomNumbers(self.rule.sampling is not None, self.gamma, self.engines.target.device)
+        self.random = RandomNumbers(self.rule.sampling is not None, self.engines.target.device)
         self.prefill = Prefill(self.engines, step_tokens=self.gamma + 1)
-        if isinstance(self.controller, GammaController) and self.engines.target.static:
+        if isinstance(self.controller, GammaPolicy) and self.engines.target.static:
             self.controller.is_captured = lambda rows, gamma: is_captured(
                 self.engines, self.rule, gamma, trace=self.trace, rows=rows
             )
@@ -270,7 +276,8 @@ class _LiveBatch:
             self._begin_cycle(self.gamma, first)
         else:
             self._begin_cycle(self.cycle.gamma, torch.cat([self.cycle.last[alive, 0], first]))
-        arrived = BatchRows.new(group.numbers, [request.max_new_tokens for request in group.requests])
+        limits, gamma = [request.max_new_tokens for request in group.requests], -1 if self.controller else self.gamma
+        arrived = BatchRows.new(group.numbers, limits, gamma)
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
         self.entered = True
@@ -291,31 +298,48 @@ class _LiveBatch:
         assert self.cycle is not None
         self._begin_cycle(self.cycle.gamma, self.cycle.last[kept, 0])
 
-    def _begin_cycle(self, gamma: int, last: Tensor) -> None:
-        """Continue with cycles of γ drafts over the rows of the engines; `last` [B] are their newest tokens."""
-        self.cycle = find_cycle(self.engines, self.rule, gamma, trace=self.trace, first=last)
+    def _begin_cycle(self, gamma: int, last: Tensor, tokens: int | None = None) -> None:
+        """Continue with cycles of γ drafts over the rows of the engines; `last` [B] are their newest tokens. Where rows
+        have unlike γ, `tokens` is the size of the pass."""
+        self.cycle = find_cycle(self.engines, self.rule, gamma, trace=self.trace, first=last, tokens=tokens)
         self.cycle.draft_on = None if self.controller is None else self.controller.draft_on
 
     def run(self, number: int) -> _StartedCycle:
         """Start a cycle, of the γ that the controller chooses if there is one."""
         assert self.cycle is not None
         behind = self.plain_cycles > 0
-        if self.entered and isinstance(self.controller, GammaController) and self.engines.target.static:
+        if self.entered and isinstance(self.controller, GammaPolicy) and self.engines.target.static:
             self._capture_choices(self.controller)
-        self.entered = False
-        if self.controller is not None:
+        gammas: NDArray[np.int64] | None = None
+        tokens: int | None = None
+        if isinstance(self.controller, RequestGamma):
+            gamma, gammas, tokens = self._choose_for_rows(self.controller)
+        elif self.controller is not None:
             gamma = self.controller.choose(len(self.rows), self.plain_cycles)
-            self.plain_cycles = 0 if gamma else self.plain_cycles + 1
-            if gamma != self.cycle.gamma:
-                self._begin_cycle(gamma, self.cycle.last[:, 0])
+        else:
+            gamma, tokens = self.cycle.gamma, self.cycle.tokens
+        self.entered = False
+        self.plain_cycles = 0 if gamma else self.plain_cycles + 1
+        if (gamma, tokens) != (self.cycle.gamma, self.cycle.tokens):
+            self._begin_cycle(gamma, self.cycle.last[:, 0], tokens)
         cycle, start = self.cycle, time.perf_counter()
         captures = self.engines.target.static and cycle.captured is None
-        packed, timer = cycle.run(self.random.next(cycle.gamma))
-        if captures and isinstance(self.controller, GammaController):
+        packed, timer = cycle.run(self.random.next(cycle.gamma), None if tokens is None else gammas)
+        if captures and isinstance(self.controller, GammaPolicy):
             self.controller.statistics.capture_seconds = time.perf_counter() - start
-        return _StartedCycle(number, packed, timer, behind)
+        return _StartedCycle(number, packed, timer, behind, gammas)
 
-    def _capture_choices(self, controller: GammaController) -> None:
+    def _choose_for_rows(self, controller: RequestGamma) -> tuple[int, NDArray[np.int64], int | None]:
+        """Give γ to the rows that have entered. Returns the most drafts of a live row, those of each row, and where
+        they are unlike the size of the pass."""
+        rows, live = self.rows, ~self.rows.finished
+        if self.entered:
+            rows.gamma[live & (rows.gamma < 0)] = controller.choose(len(rows))
+        gammas = np.where(live, rows.gamma, 0)
+        gamma = int(gammas.max())
+        return gamma, gammas, None if (gammas[live] == gamma).all() else len(rows) * (gamma + 1)
+
+    def _capture_choices(self, controller: GammaController | RequestGamma) -> None:
         """Before the first cycle of rows that have entered: capture every γ that they may soon use; where the
         table does not know so many rows, capture and time all of them."""
         rows, statistics = len(self.rows), controller.statistics
@@ -348,9 +372,12 @@ class _LiveBatch:
         seconds = started.timer.seconds()
         outcome, drafted, live = started.packed.unpack(), started.packed.drafted, ~rows.finished
         non_finite = bool(outcome.non_finite[live].any())
-        if self.controller is not None and started.number:
+        if isinstance(self.controller, RequestGamma):
+            if started.gammas is not None:
+                self.controller.observe(outcome.accepted[live], started.gammas[live])
+        elif self.controller is not None and started.number:
             self.controller.observe(outcome.accepted, live, drafted, seconds, behind=started.behind)
         cost = plain = 0.0
-        if isinstance(self.controller, GammaController) and started.number:
+        if isinstance(self.controller, GammaPolicy) and started.number:
             plain, cost = self.controller.costs_of(len(rows), drafted)
         return Step(started.number, rows.emit(outcome, self.eos_ids), seconds, non_finite, drafted, cost, plain)

@@ -72,8 +72,8 @@ class RuleRequest:
     )
     gamma: Gamma | None = setting(
         None,
-        "Tokens drafted per step (γ), 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5,"
-        " on a CPU 3.",
+        "Tokens drafted per step (γ), 0 is plain decoding; auto, the default, chooses what is fastest: for every step"
+        " under exact, once for an answer under other rules.",
         minimum=0,
         maximum=MAX_GAMMA,
         word="auto",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.ops import argmax_checked, replace_non_finite, worth_taking
-from selfjudge.types import DEFAULT_THETA, Block, Gamma, LazyModule, Verdict, check_settings, default_gamma, setting
+from selfjudge.types import DEFAULT_THETA, Block, LazyModule, Verdict, check_settings, setting
 
 if TYPE_CHECKING:
     import torch
@@ -88,12 +88,10 @@ class AcceptanceRule:
         device means waiting for it."""
         return False
 
-    def default_gamma(self, device: str) -> Gamma:
-        """γ where none is given: `auto` where answers do not depend on it, else the device's fixed number.
-
-        So answers depend on the machine and on earlier answers only where `auto` is asked for.
-        """
-        return "auto" if self.lossless and self.sampling is None else default_gamma(device)
+    @property
+    def depends_on_gamma(self) -> bool:
+        """Whether an answer depends on γ: all do but those of greedy lossless rules."""
+        return not self.lossless or self.sampling is not None
 
     def check(self, gamma: int) -> None:
         """Refuse a γ this rule cannot work with."""

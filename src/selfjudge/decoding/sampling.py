@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfjudge.types import LazyModule, check_settings, setting
+from selfjudge.types import MAX_GAMMA, LazyModule, check_settings, setting
 
 if TYPE_CHECKING:
     import torch
@@ -55,16 +55,18 @@ class RandomNumbers:
 
     AHEAD = 32  # cycles
 
-    def __init__(self, wanted: bool, gamma: int, device: torch.device) -> None:
-        """Under greedy rules (not `wanted`) nothing is drawn; `gamma` is the maximum of drafts in a cycle."""
-        self.wanted, self.gamma, self.per_cycle, self.device = wanted, gamma, 2 * gamma + 1, device
+    PER_CYCLE = 2 * MAX_GAMMA + 1
+
+    def __init__(self, wanted: bool, device: torch.device) -> None:
+        """Under greedy rules (not `wanted`) nothing is drawn."""
+        self.wanted, self.device = wanted, device
         self.generators: list[torch.Generator] = []
         self.drawn: deque[Tensor] = deque()
 
     def _draw(self, generators: list[torch.Generator], cycles: int) -> Iterable[Tensor]:
-        """[B, 2γ+1] numbers for each cycle; the same ones whether cycles are drawn together or one by one."""
-        numbers = torch.stack([torch.rand(cycles * self.per_cycle, generator=g) for g in generators]).to(self.device)
-        return numbers.view(-1, cycles, self.per_cycle).unbind(1)
+        """[B, PER_CYCLE] numbers for each cycle; the same ones whether cycles are drawn together or one by one."""
+        numbers = torch.stack([torch.rand(cycles * self.PER_CYCLE, generator=g) for g in generators]).to(self.device)
+        return numbers.view(-1, cycles, self.PER_CYCLE).unbind(1)
 
     def enter(self, seeds: Iterable[int]) -> Tensor | None:
         """Append rows with these seeds; return [B, 1] numbers for the tokens that their prefill yields."""
@@ -81,14 +83,14 @@ class RandomNumbers:
     def next(self, gamma: int) -> Tensor | None:
         """[B, 2γ+1] numbers for one cycle: γ to draw drafts, γ to accept them, one for the token that follows.
 
-        A cycle of fewer drafts skips some, so that the numbers of the next cycle do not depend on this one's γ.
+        A cycle takes its numbers from the same places whatever its γ, so a row does not notice its neighbours' γ.
         """
         if not self.wanted:
             return None
         if not self.drawn:
             self.drawn.extend(self._draw(self.generators, self.AHEAD))
-        u, most = self.drawn.popleft(), self.gamma
-        return u if gamma == most else torch.cat([u[:, :gamma], u[:, most : most + gamma], u[:, -1:]], 1)
+        u = self.drawn.popleft()
+        return torch.cat([u[:, :gamma], u[:, MAX_GAMMA : MAX_GAMMA + gamma], u[:, -1:]], 1)
 
     def select(self, rows: list[int]) -> None:
         if self.wanted:

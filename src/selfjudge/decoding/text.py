@@ -39,8 +39,8 @@ class DecodingOptions(TypedDict, total=False):
     sampling: Sampling | None
     """Temperature and filters, for the rules sampling and judged."""
     gamma: Gamma | None
-    """Draft tokens per cycle; 0 is plain decoding. `auto` chooses what is fastest here, cycle by cycle. It is the
-    default of `exact`, whose answers do not depend on it; those of other rules do, so theirs is 5, on a CPU 3."""
+    """Draft tokens per cycle; 0 is plain decoding. `auto`, the default, chooses what is fastest here: cycle by cycle
+    for `exact`, whose answers do not depend on it, and once for each request under other rules (`Generation.gamma`)."""
     engine: str
     """The engine for both models: auto (default), reference, cpu or cuda."""
     trace: bool
@@ -247,7 +247,7 @@ class _Decoding:
         if self.rule.judge is not None:
             self.rule.judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             self.rule.judge.to(pair.target.device)
-        self.gamma: Gamma = self.rule.default_gamma(pair.target.device.type) if gamma is None else gamma
+        self.gamma: Gamma = "auto" if gamma is None else gamma
         self.engines = PairEngines(pair, engine, drafts=self.gamma != 0)
 
     def capture(self, rows: int, length: int, seconds: float, notify: Callable[[float], None]) -> bool:
@@ -255,6 +255,9 @@ class _Decoding:
         end = time.perf_counter() + seconds
         with self.engines.borrow(hidden=self.rule.judge is not None) as engines:
             if not engines.target.static:
+                if self.gamma == "auto":
+                    measure_costs(engines, 1)
+                    measure_costs(engines, rows)
                 return True
             gammas = gamma_choices(self.gamma, self.rule)
             engines.reserve(rows, length + max(gammas) + 1)

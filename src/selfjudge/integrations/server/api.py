@@ -18,7 +18,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations import asgi
@@ -112,8 +111,6 @@ def _describe_decoding(scheduler: Scheduler) -> dict[str, Any]:
         "backend": "torch",
         **rules.choose().as_json(),
         "theta": rules.theta,
-        "gamma_exact": rules.choose(off=True).gamma,
-        "gamma_relaxed": rules.choose(RuleRequest("topk")).gamma,
         "judge": rules.judge is not None,
         "uses_judge": rules.choose().rule.judge is not None,
         "refuted": rules.refuted,

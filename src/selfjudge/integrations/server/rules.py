@@ -81,14 +81,14 @@ class Rules:
             request = replace(request, rule=None)  # `exact` or `sampling`, depending on the temperature
         request = request.named(sampling)
         rule = request.resolve(self.special, self.judge, sampling)
-        gamma = self._gamma(rule, request.gamma)
+        gamma = self._gamma(request.gamma)
         if isinstance(gamma, int):
             rule.check(gamma)
         return BatchKey(rule, gamma, request, trace)
 
-    def _gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> Gamma:
+    def _gamma(self, gamma: Gamma | None) -> Gamma:
         if self.pair.draft is not None:
-            return rule.default_gamma(self.pair.target.device.type) if gamma is None else gamma
+            return "auto" if gamma is None else gamma
         if gamma not in (None, "auto", 0):
             raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
         return 0

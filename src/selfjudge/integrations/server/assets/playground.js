@@ -360,8 +360,6 @@ function chosen() {
   return how;
 }
 
-// what an answer is decoded with where the box names no γ; vLLM has one γ for all
-const ownGamma = (lossless) => (lossless ? state.facts.gamma_exact : state.facts.gamma_relaxed) ?? state.facts.gamma;
 const isLossless = () => LOSSLESS.includes(chosen().rule ?? state.facts.rule);
 // what stands beside an answer: nothing where it would be the same request
 const reference = () => (at("compare").value === "exact" && isLossless() ? "" : at("compare").value);
@@ -381,9 +379,9 @@ function refreshSettings() {
   }
   at("amount-said").textContent = Number(at("amount").value).toFixed(2);
   at("compare").options[2].disabled = isLossless();
-  const own = ownGamma(isLossless());
+  const own = state.facts.gamma; // where the box names none
   if (own !== undefined) at("gamma").options[0].textContent = `the server’s: ${own}`; // else not connected yet
-  at("summary").textContent = described({ ...state.facts, gamma: own, ...chosen() }) + (reference() ? `, beside ${reference()}` : "");
+  at("summary").textContent = described({ ...state.facts, ...chosen() }) + (reference() ? `, beside ${reference()}` : "");
 }
 
 function fill(select, options) {
@@ -447,7 +445,7 @@ async function ask(question) {
   state.history.push({ role: "user", content: question });
   const turn = addTurn(question), all = [];
   if (reference()) {
-    const isPlain = reference() === "plain", gamma = isPlain ? 0 : how.gamma ?? ownGamma(lossless); // the rule alone differs
+    const isPlain = reference() === "plain", gamma = isPlain ? 0 : how.gamma ?? state.facts.gamma; // the rule alone differs
     const card = addCard(turn, isPlain ? "plain" : "lossless", requestBody({ off: true, ...(gamma === undefined ? {} : { gamma }) }));
     all.push(Object.assign(card, { isPlain, isReference: true, lossless: true }));
   }
