@@ -12,7 +12,7 @@ from torch import Tensor
 from conftest import VOCAB
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.capture import capture_cycles, time_cycle
-from selfjudge.decoding.cycle import find_cycle
+from selfjudge.decoding.cycle import CycleSize, find_cycle
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
@@ -96,7 +96,7 @@ def cycles(
             verified = [min(limit, gamma) for limit in chosen]  # type: ignore[union-attr, type-var]
             needed = sum(verified) + len(verified)
             tokens = (needed + 3) // 4 * 4 if engine.static else None  # few, so that captured cycles are used again
-        cycle = find_cycle(BatchEngines(engine, small), rule, gamma, trace=False, first=last, tokens=tokens)
+        cycle = find_cycle(BatchEngines(engine, small), rule, CycleSize(gamma, tokens), trace=False, first=last)
         packed, timer = cycle.run(random.next(gamma), verified)
         timer.seconds()
         last = cycle.last[:, 0].clone()

@@ -14,8 +14,13 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from selfjudge.decoding.cycle import SharedLimits
+from selfjudge.ops import share_tokens
+
+SHARING = 3e-5  # seconds that a cycle whose rows share drafts takes besides one more draft
 DATA = Path(__file__).with_name("data")
 DEPTH = 10
 
@@ -106,22 +111,35 @@ class Replay:
         live = [Row(queue.pop(0)) for _ in range(min(rows, len(queue)))]
         while len(live) == rows:
             gamma, drafts = controller.choose(rows, behind), 0
+            shared = self._share(live, gamma) if controller.size(rows, gamma).shared else None
             while drafts < gamma:
                 drafts += 1
                 q = [float(row.answer.q[row.at, drafts - 1]) for row in live] + [1.0] * (rows - len(live))
                 if not static and not controller.draft_on(lambda q=q: q):
                     break
+            limits = np.full(rows, drafts) if shared is None else shared.limits
             accepted = np.zeros(rows, np.int64)
             alive = np.zeros(rows, bool)
             for i, row in enumerate(live):
-                accepted[i], alive[i] = min(int(row.answer.run[row.at]), drafts), True
+                accepted[i], alive[i] = min(int(row.answer.run[row.at]), int(limits[i])), True
                 step = min(int(accepted[i]) + 1, len(row.answer.run) - row.at)
                 row.at, made = row.at + step, made + step
             draft, rest = self.seconds(rows, drafts)
+            if shared is not None:
+                draft = self.seconds(rows, drafts + 1)[0] + SHARING
             spent += draft + rest
-            controller.observe(accepted, alive, drafts, {"draft": draft, "target": rest}, behind=behind > 0)
+            seconds = {"draft": draft, "target": rest}
+            controller.observe(accepted, alive, drafts, seconds, behind=behind > 0, shared=shared)
             behind = 0 if drafts else behind + 1
             live = [Row(queue.pop(0)) if row.ended and queue else row for row in live]
             live = [row for row in live if not row.ended]  # ends once nothing waits: a full machine all the time
         self.made = made
         return made / spent
+
+    @staticmethod
+    def _share(live: Sequence[Row], drafts: int) -> SharedLimits:
+        """The likeliest drafts of all rows, each of which drafts one more than it may have verified in the mean."""
+        q = np.stack([row.answer.q[row.at, : drafts + 1] for row in live])
+        caps = torch.full((len(live),), drafts + 1)
+        limits = share_tokens(torch.from_numpy(q.astype(np.float32)), caps, len(live) * drafts)
+        return SharedLimits(q, limits.numpy())

@@ -11,7 +11,7 @@ from conftest import tiny_head, tiny_model
 from proposals import ARBITRARY, answers_between_captures, prompts_of, requests_of
 from selfjudge.decoding import capture
 from selfjudge.decoding.capture import capture_cycles, time_cycle
-from selfjudge.decoding.cycle import find_cycle, is_captured
+from selfjudge.decoding.cycle import CycleSize, find_cycle, is_captured
 from selfjudge.decoding.gamma import STATIC_CHOICES
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
@@ -155,9 +155,9 @@ def test_engines_that_capture_nothing_are_done_at_once(captures: list[int], pair
 
 
 def test_no_more_is_captured_than_an_engine_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "CAPTURED_CYCLES", 4)
+    monkeypatch.setattr(capture, "CAPTURED_CYCLES", 2)
     engines = make_engines()
     engines.reserve(5, 40)
-    assert capture.uncaptured(engines, EXACT, 5, (0, 2)) == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert capture.list_uncaptured(engines, EXACT, 5, 2) == [(1, CycleSize(2)), (2, CycleSize(2))]
     capture_cycles(engines, EXACT, 1, (2,))
-    assert capture.uncaptured(engines, EXACT, 5, (0, 2)) == [(1, 0), (2, 0), (2, 2)]
+    assert capture.list_uncaptured(engines, EXACT, 5, 2) == [(2, CycleSize(2))]

@@ -15,7 +15,7 @@ from conftest import VOCAB, tiny_head, tiny_model
 from equality import greedy
 from proposals import ARBITRARY, check_proposals, cycles, head_logits, model_logits, prompts_of
 from selfjudge.decoding.capture import capture_cycles, time_cycle
-from selfjudge.decoding.cycle import Cycle, find_cycle
+from selfjudge.decoding.cycle import Cycle, CycleSize, find_cycle
 from selfjudge.decoding.rule_parser import RULES
 from selfjudge.decoding.rules import (
     EXACT,
@@ -306,7 +306,7 @@ def _cycle(kind: str, gamma: int = 3, tokens: int | None = None) -> Cycle:
     draft.read(prompts, torch.tensor([4, 4]), None)
     first = engine.prefill(prompts, torch.tensor([4, 4])).logits[:, -1].argmax(-1)
     draft.enter(first)
-    return find_cycle(BatchEngines(engine, draft), EXACT, gamma, trace=False, first=first, tokens=tokens)
+    return find_cycle(BatchEngines(engine, draft), EXACT, CycleSize(gamma, tokens), trace=False, first=first)
 
 
 def test_limits_that_do_not_fit_a_captured_cycle() -> None:
@@ -322,7 +322,7 @@ def test_limits_that_do_not_fit_a_captured_cycle() -> None:
 def test_a_cycle_of_limited_rows_is_captured_before_its_first_run() -> None:
     cycle = _cycle("cuda", tokens=5)
     kept = cycle.target.captured_cycles
-    (same,) = capture_cycles(BatchEngines(cycle.target, cycle.draft), EXACT, 2, [3], tokens=5)
+    (same,) = capture_cycles(BatchEngines(cycle.target, cycle.draft), EXACT, 2, [CycleSize(3, 5)])
     assert same is cycle
     assert cycle.captured is not None
     assert min(time_cycle(cycle, 1)) >= 0

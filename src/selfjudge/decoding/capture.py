@@ -6,14 +6,14 @@ may have live rows meanwhile, and another number of rows than the cycle. Static 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
 import torch
 
-from selfjudge.decoding.cycle import CAPTURED_CYCLES, Cycle, PhaseTimer, find_cycle, is_captured, kept_cycle
-from selfjudge.decoding.gamma import GammaController, PairStatistics
+from selfjudge.decoding.cycle import CAPTURED_CYCLES, Cycle, CycleSize, PhaseTimer, find_cycle, is_captured, kept_cycle
+from selfjudge.decoding.gamma import GammaController, PairStatistics, RequestGamma
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.base import RowCache
 from selfjudge.engine.draft import BatchEngines
@@ -21,45 +21,42 @@ from selfjudge.types import Gamma
 
 
 def capture_cycles(
-    engines: BatchEngines,
-    rule: AcceptanceRule,
-    rows: int,
-    gammas: Iterable[int],
-    *,
-    trace: bool = False,
-    tokens: int | None = None,
+    engines: BatchEngines, rule: AcceptanceRule, rows: int, sizes: Iterable[int | CycleSize], *, trace: bool = False
 ) -> list[Cycle]:
-    """Capture the cycle of each γ for so many rows, unless it is there; return them in this order.
+    """Capture the cycle of each size for so many rows, unless it is there; return them in this order.
 
-    The caches must have room for the rows (`reserve`). With `trace` the cycles are those of a loop that traces; with
-    `tokens`, those of limited rows.
+    The caches must have room for the rows (`reserve`). With `trace` the cycles are those of a loop that traces.
     """
     cycles = []
     with _first_rows(engines.caches, rows):
-        for gamma in gammas:
-            cycle = kept_cycle(engines, rule, gamma, trace=trace, rows=rows, tokens=tokens)
+        for size in sizes:
+            cycle = kept_cycle(engines, rule, size, trace=trace, rows=rows)
             if cycle is None:
                 first = torch.zeros(rows, dtype=torch.long, device=engines.target.device)
-                cycle = find_cycle(engines, rule, gamma, trace=trace, first=first, tokens=tokens)
+                cycle = find_cycle(engines, rule, size, trace=trace, first=first)
             if cycle.captured is None:
                 cycle.capture()
             cycles.append(cycle)
     return cycles
 
 
-def uncaptured(
-    engines: BatchEngines, rule: AcceptanceRule, rows: int, gammas: Sequence[int], *, trace: bool = False
-) -> list[tuple[int, int]]:
-    """The numbers of rows that a batch of at most `rows` may have, each with each γ, whose cycle is not captured; no
-    more in all than an engine keeps."""
-    sizes = sorted({min(engines.target.bucket(n), rows) for n in range(1, rows + 1)})
-    usual = [(size, gamma) for size in sizes for gamma in gammas][:CAPTURED_CYCLES]
-    return [(n, gamma) for n, gamma in usual if not is_captured(engines, rule, gamma, trace=trace, rows=n)]
+def list_uncaptured(
+    engines: BatchEngines, rule: AcceptanceRule, rows: int, gamma: Gamma, *, trace: bool = False
+) -> list[tuple[int, CycleSize]]:
+    """The numbers of rows that a batch of at most `rows` may have, each with each size of cycle that it may use, unless
+    that is captured; no more in all than an engine keeps."""
+    all_rows = sorted({min(engines.target.bucket(n), rows) for n in range(1, rows + 1)})
+    usual = [(n, size) for n in all_rows for size in list_sizes(gamma, rule, n)][:CAPTURED_CYCLES]
+    return [(n, size) for n, size in usual if not is_captured(engines, rule, size, trace=trace, rows=n)]
 
 
-def gamma_choices(gamma: Gamma, rule: AcceptanceRule) -> list[int]:
-    """Every γ that a static engine may use for a batch of this γ."""
-    return [gamma] if gamma != "auto" else [0, *GammaController(PairStatistics(), rule, static=True).choices]
+def list_sizes(gamma: Gamma, rule: AcceptanceRule, rows: int) -> list[CycleSize]:
+    """Every size of cycle that a static engine may use for a batch of this γ and so many rows."""
+    if gamma != "auto":
+        return [CycleSize(gamma)]
+    statistics = PairStatistics()
+    policy = RequestGamma(statistics, rule) if rule.depends_on_gamma else GammaController(statistics, rule, static=True)
+    return [policy.size(rows, drafts) for drafts in (0, *policy.choices_for(rows))]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BatchEngines, Drafter
-from selfjudge.ops import argmax_checked, replace_non_finite
+from selfjudge.ops import argmax_checked, argmax_with_probability, replace_non_finite, share_tokens
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
 Limits = Sequence[int] | NDArray[np.int64] | Tensor
@@ -35,24 +35,42 @@ class Packed:
     """The outcome of a cycle in one integer tensor, so that one copy brings it to the host."""
 
     table: Tensor
-    """[B, 3+2γ], traced [B, 3+6γ]: n accepted, next token, non-finite; γ each of drafts, judged, parts of `_trace`."""
+    """[B, 3+2γ], traced [B, 3+6γ]: n accepted, next token, non-finite; γ each of drafts, judged, parts of `_trace`.
+    Of a cycle that shares its tokens [B, 4+3γ]: the limit of each row at the end, after the bits of q [B, γ]."""
     drafted: int
     """γ: draft tokens of each row."""
     traced: bool
+    shared: bool = False
 
     @classmethod
-    def pack(cls, block: Block, verdict: Verdict, *, traced: bool = False) -> Packed:
+    def pack(cls, block: Block, verdict: Verdict, *, traced: bool = False, q: Tensor | None = None) -> Packed:
         n, next_token = verdict.n_accepted[:, None], verdict.next_token[:, None]
         head = [n, next_token, verdict.non_finite.long().expand_as(n)]
         parts = [block.draft_tokens, verdict.judged.long(), *(_trace(block, verdict) if traced else ())]
-        return cls(torch.cat(head + parts, 1), block.gamma, traced)
+        if q is not None:
+            assert block.limits is not None
+            parts += [q.view(torch.int32).long(), block.limits[:, None]]
+        return cls(torch.cat(head + parts, 1), block.gamma, traced, q is not None)
 
     def unpack(self) -> CycleOutcome:
         """The columns of a table that has reached the host."""
         table: NDArray[np.int64] = self.table.cpu().numpy()
+        shared = None
+        if self.shared:
+            q = table[:, -1 - self.drafted : -1].astype(np.int32).view(np.float32)
+            shared, table = SharedLimits(q.astype(np.float64), table[:, -1]), table[:, : -1 - self.drafted]
         parts = table[:, 3:].reshape(len(table), 6 if self.traced else 2, self.drafted)
         trace = parts[:, 2:] if self.traced else None
-        return CycleOutcome(table[:, 0], table[:, 1], table[:, 2], parts[:, 0], parts[:, 1], trace)
+        return CycleOutcome(table[:, 0], table[:, 1], table[:, 2], parts[:, 0], parts[:, 1], trace, shared)
+
+
+class SharedLimits(NamedTuple):
+    """How a cycle shared its tokens."""
+
+    q: NDArray[np.float64]
+    """[B, γ] the draft's probability of each draft."""
+    limits: NDArray[np.int64]
+    """[B] how many drafts of each row were verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +89,8 @@ class CycleOutcome:
     """[B, γ] 1 where the draft was accepted although the alignment rule rejects it."""
     trace: NDArray[Any] | None
     """[B, 4, γ] the four parts of `_trace`."""
+    shared: SharedLimits | None = None
+    """Of a cycle that shares its tokens."""
 
     def judged_tokens(self, row: int, tokens: int) -> tuple[JudgedToken, ...]:
         """The judged ones among the first `tokens` tokens of a row; none without a trace."""
@@ -97,29 +117,36 @@ def _trace(block: Block, verdict: Verdict) -> list[Tensor]:
     return [choice, *(part.view(torch.int32).long() for part in (p, p_choice, score))]
 
 
+class CycleSize(NamedTuple):
+    """What a captured cycle is captured for, besides its rule and its rows."""
+
+    gamma: int
+    tokens: int | None = None
+    """Tokens of the target's pass, limits[b] + 1 of row b and padding. None: γ + 1 of every row. For static engines:
+    others take limits in any cycle."""
+    shared: bool = False
+    """Whether the drafts are verified that the draft model finds likeliest, whichever rows have them. Limits are then
+    the most that a row may have. Greedy lossless rules alone: what is verified depends on the drafts."""
+
+
 class Cycle:
     """One cycle as four functions over fixed tensors, so that an engine can capture and replay them without Python."""
 
     def __init__(
-        self,
-        engines: BatchEngines,
-        rule: AcceptanceRule,
-        gamma: int,
-        *,
-        trace: bool,
-        first: Tensor,
-        tokens: int | None = None,
+        self, engines: BatchEngines, rule: AcceptanceRule, size: int | CycleSize, *, trace: bool, first: Tensor
     ) -> None:
         """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens.
-
-        `tokens` is for static engines: a cycle whose rows have limits is captured with this many tokens in all.
-        """
+        A size that is a number is γ."""
+        self.size = size if isinstance(size, CycleSize) else CycleSize(size)
+        gamma, tokens, _ = self.size
         self.target, self.draft = engines.target, engines.draft
         self.rule, self.gamma, self.trace = rule, gamma, trace
         self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
         """Decides whether to draft on; its argument computes the probabilities [B] of the newest drafts."""
         self.last = first[:, None].clone()
         self.tokens = tokens
+        self.q: Tensor | None = None
+        """[B, γ] the draft's probabilities of its drafts, where tokens are shared."""
         # until `limit` is called: as many as fit, so that the cycle can be captured before its first run
         self.limits = torch.full_like(first, gamma if tokens is None else min(gamma, tokens // len(first) - 1))
         """[B] drafts of each row that are verified, where rows are `limited`."""
@@ -187,7 +214,7 @@ class Cycle:
             raise ValueError("a captured cycle takes limits only if it has a number of tokens")
         values = torch.as_tensor(limits)
         if not values.is_cuda:
-            if self.tokens is not None and int(values.sum()) + len(values) > self.tokens:
+            if self.tokens is not None and not self.size.shared and int(values.sum()) + len(values) > self.tokens:
                 raise ValueError(f"the limits need more than the {self.tokens} tokens of this cycle")
             if self.limits.is_cuda:
                 values = values.pin_memory()  # the copy does not wait for the cycles in flight
@@ -196,7 +223,7 @@ class Cycle:
 
     def propose(self) -> None:
         """Set the drafts [B, ≤ γ] of this cycle."""
-        self.drafts, self.draft_logits = self.last[:, :0], None
+        self.drafts, self.draft_logits, self.q = self.last[:, :0], None, None
         if self.draft is not None and self.gamma:
             self.drafts, self.draft_logits = self._proposals(self.draft)
 
@@ -204,6 +231,7 @@ class Cycle:
         """[B, γ] drafts and, when sampling, the [B, γ, V] logits they come from; fewer than γ if `draft_on` says so."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
+        q: list[Tensor] = []
         size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
         draft_on = None if draft.static else self.draft_on
         logits = draft.propose(self.gamma)
@@ -213,6 +241,9 @@ class Cycle:
                 logits = sampling.warp(_over_vocabulary(replace_non_finite(logits), size, ids))
                 drawn_from.append(logits)
                 chosen = sample(logits.softmax(-1), self.uniforms[:, i])
+            elif self.size.shared:
+                chosen, probability = argmax_with_probability(logits[:, :size])
+                q.append(probability)
             else:
                 chosen = argmax_checked(logits[:, :size])[0]
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
@@ -220,6 +251,7 @@ class Cycle:
                 break
             if i + 1 < self.gamma:
                 logits = draft.extend(tokens[-1])
+        self.q = torch.stack(q, 1) if q else None
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
     def verify(self) -> None:
@@ -228,10 +260,11 @@ class Cycle:
         if limits is None:
             self.output = output = self.target.extend(tokens)
         else:
-            self.output = output = self.target.extend_first(tokens, limits + 1, self.tokens)
+            only_argmax = not (self.rule.reads_logits or self.trace)
+            self.output = output = self.target.extend_first(tokens, limits + 1, self.tokens, only_argmax=only_argmax)
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
-        argmax = argmax_checked(output.logits)
+        argmax = argmax_checked(output.logits) if output.argmax is None else output.argmax
         self.block = Block(
             self.drafts, output.logits, output.hidden, self.draft_logits, uniforms, argmax=argmax, limits=limits
         )
@@ -240,6 +273,9 @@ class Cycle:
         """[B] how many of the drafts of each row are verified; None where all of them are."""
         if not self.limited:
             return None
+        if self.q is not None:
+            assert self.tokens is not None
+            return share_tokens(self.q, self.limits, self.tokens - len(self.limits))
         limits = self.limits.clamp(0, self.drafts.shape[1])  # drafting may have ended early
         if not self.target.static and bool((limits == self.drafts.shape[1]).all()):
             return None
@@ -261,21 +297,19 @@ class Cycle:
         self.last.copy_(verdict.next_token[:, None])
         if self.draft is not None:
             self.draft.accept(self.drafts, verdict, self.output.features)
-        self.packed = Packed.pack(self.block, verdict, traced=self.trace)
+        self.packed = Packed.pack(self.block, verdict, traced=self.trace, q=self.q)
 
 
 def find_cycle(
-    engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor, tokens: int | None = None
+    engines: BatchEngines, rule: AcceptanceRule, size: int | CycleSize, *, trace: bool, first: Tensor
 ) -> Cycle:
-    """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one.
-
-    On static engines a cycle with `tokens` takes limits: the target's pass has this many tokens in all, limits[b] + 1
-    of row b, and padding. Other engines take limits in any cycle.
-    """
-    trace = trace and gamma > 0 and not rule.lossless
+    """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one. A size that is
+    a number is γ."""
+    size = size if isinstance(size, CycleSize) else CycleSize(size)
+    trace = trace and size.gamma > 0 and not rule.lossless
     if not engines.target.static:
-        return Cycle(engines, rule, gamma, trace=trace, first=first)
-    kept, key = engines.target.captured_cycles, _key(engines, rule, gamma, trace, len(first), tokens)
+        return Cycle(engines, rule, size.gamma, trace=trace, first=first)
+    kept, key = engines.target.captured_cycles, _key(engines, rule, size, trace, len(first))
     if key in kept:
         cycle: Cycle = kept.pop(key)
         kept[key] = cycle  # least recently used first
@@ -283,31 +317,28 @@ def find_cycle(
         return cycle
     while len(kept) >= CAPTURED_CYCLES:
         kept.pop(next(iter(kept)))
-    cycle = kept[key] = Cycle(engines, rule, gamma, trace=trace, first=first, tokens=tokens)
+    cycle = kept[key] = Cycle(engines, rule, size, trace=trace, first=first)
     return cycle
 
 
-def is_captured(
-    engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int, tokens: int | None = None
-) -> bool:
-    """Whether a static engine has captured a cycle of this γ for this number of rows, and of `tokens`."""
-    cycle = kept_cycle(engines, rule, gamma, trace=trace, rows=rows, tokens=tokens)
+def is_captured(engines: BatchEngines, rule: AcceptanceRule, size: int | CycleSize, *, trace: bool, rows: int) -> bool:
+    """Whether a static engine has captured a cycle of this size for this number of rows."""
+    cycle = kept_cycle(engines, rule, size, trace=trace, rows=rows)
     return cycle is not None and cycle.captured is not None
 
 
 def kept_cycle(
-    engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int, tokens: int | None = None
+    engines: BatchEngines, rule: AcceptanceRule, size: int | CycleSize, *, trace: bool, rows: int
 ) -> Cycle | None:
-    """The cycle that a static engine keeps for this γ and number of rows, captured or about to be."""
-    trace = trace and gamma > 0 and not rule.lossless
-    cycle: Cycle | None = engines.target.captured_cycles.get(_key(engines, rule, gamma, trace, rows, tokens))
+    """The cycle that a static engine keeps for this size and number of rows, captured or about to be."""
+    size = size if isinstance(size, CycleSize) else CycleSize(size)
+    trace = trace and size.gamma > 0 and not rule.lossless
+    cycle: Cycle | None = engines.target.captured_cycles.get(_key(engines, rule, size, trace, rows))
     return cycle
 
 
-def _key(
-    engines: BatchEngines, rule: AcceptanceRule, gamma: int, trace: bool, rows: int, tokens: int | None
-) -> Hashable:
-    return rule, gamma, trace, rows, tokens, engines.draft, engines.draft and engines.draft.version
+def _key(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, trace: bool, rows: int) -> Hashable:
+    return rule, size, trace, rows, engines.draft, engines.draft and engines.draft.version
 
 
 def _probabilities(logits: Tensor, tokens: Tensor) -> list[float]:

@@ -4,8 +4,9 @@ Costs are measured once (`costs.py`); acceptance is counted while decoding. `Pai
 answers do not depend on γ, a `GammaController` chooses for one batch: before each cycle the maximum number of drafts
 (0: plain decoding), and during it, on engines that run from Python, whether one more draft is worth its time. Choices
 depend on costs, on earlier cycles and on the draft's own probabilities, never on what the target says of this block:
-lossless rules stay lossless. Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses it once for
-each request.
+lossless rules stay lossless. In large batches on static engines rows share what a pass verifies: each row drafts one
+token more, and of all drafts those are verified that the draft model finds likeliest.
+Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses it once for each request.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.decoding.costs import SLOPE, CostTable
+from selfjudge.decoding.cycle import CycleSize, SharedLimits
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.draft import BACKLOG
 from selfjudge.types import MAX_GAMMA
@@ -32,6 +34,8 @@ MARGIN = 1.02  # a choice replaces another if it is faster by this factor
 PROBE_BUDGET = 0.02  # share of the time that probes may lose
 PROBE_CYCLES = 4  # cycles of a probe: drafting although plain decoding seems faster
 MAX_CREDIT_CYCLES = 3 * PROBE_CYCLES  # maximum credit for probes, in plain cycles
+SHARED_ROWS = 32  # from so many rows on a pass pays for every token, and rows share them
+SHARED_EVERY = 8  # cycles between two looks at what sharing gains
 CANDIDATE = 0.9  # a γ of at least this share of the best expected speed is captured before it is needed
 
 
@@ -53,9 +57,16 @@ class Acceptance:
             self.reached[: min(n + 1, drafted)] += rows / len(accepted)
             self.accepted[:n] += rows / len(accepted)
 
-    def fade(self, share: float) -> None:
-        self.reached *= share
-        self.accepted *= share
+    def expect(self, p: NDArray[np.float64], decay: float = DECAY) -> None:
+        """Count a cycle in which the first i drafts of a row are all accepted with probability p[i − 1]."""
+        self.fade(decay)
+        self.reached[: len(p)] += np.append(1.0, p[:-1])
+        self.accepted[: len(p)] += p
+
+    def fade(self, share: float, first: int = 0) -> None:
+        """Let this share of the counts stay, from a position on."""
+        self.reached[first:] *= share
+        self.accepted[first:] *= share
 
     def begin_with(self, other: Acceptance, weight: float) -> None:
         """Start from another's counts, weighted as at most `weight` cycles."""
@@ -83,10 +94,15 @@ class Calibration:
         self.count = np.zeros(len(self.GUESS))
         self.accepted = np.zeros(len(self.GUESS))
 
-    def observe(self, q: NDArray[np.float64], accepted: NDArray[np.int64]) -> None:
-        """Count drafts of probability q [B, γ], of which `accepted` [B]; those after a rejection do not count."""
+    def observe(
+        self, q: NDArray[np.float64], accepted: NDArray[np.int64], limits: NDArray[np.int64] | None = None
+    ) -> None:
+        """Count drafts of probability q [B, γ], of which `accepted` [B]. Those after a rejection do not count, nor
+        those beyond `limits` [B], which were not verified."""
         at = np.arange(q.shape[1])
         bins, reached = np.searchsorted(self.EDGES, q), accepted[:, None] >= at
+        if limits is not None:
+            reached &= limits[:, None] > at
         np.add.at(self.count, bins[reached], 1.0)
         np.add.at(self.accepted, bins[reached & (accepted[:, None] > at)], 1.0)
         full = self.count > self.MAX_COUNT
@@ -116,6 +132,10 @@ class DraftRecord:
     """Seconds that probes may lose; NaN before the first batch."""
     lost_seconds: float = 0.0
     """Seconds lost because the best γ was not captured; once they exceed the cost of a capture, it is."""
+    sharing: dict[int, float] = field(default_factory=dict)
+    """Tokens of a cycle whose rows share d drafts each, relative to one in which every row has d."""
+    entry_gamma: int = 0
+    """γ that requests got last when they entered with drafts; 0 before."""
     plain_entries: int = 0
     """How often requests entered with γ = 0 since drafts were last tried."""
 
@@ -147,6 +167,14 @@ class GammaPolicy:
         self.max_gamma = max(self.choices)
         self._rule = rule.name
 
+    def choices_for(self, rows: int) -> list[int]:
+        """Every number of drafts but 0 that a cycle of so many rows may have verified."""
+        return self.choices
+
+    def size(self, rows: int, drafts: int) -> CycleSize:
+        """The cycle in which so many rows have so many drafts verified."""
+        return CycleSize(drafts)
+
     def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
         """Seconds of a plain cycle and of one of so many drafts; zeros where nothing reliable was measured."""
         if not self.statistics.costs.cycles or self.statistics.costs.rough:
@@ -166,19 +194,23 @@ class RequestGamma(GammaPolicy):
     draft_on: ClassVar[None] = None
     """Drafting never ends early."""
     KNOWN = 20.0  # cycles after which the counts of a record are believed
+    CLEARLY = 1.03  # another γ must be faster by this factor: the same request then gives the same answer
 
     def choose(self, rows: int) -> int:
         """γ of requests that enter now, in a batch of so many rows. Where drafts do not pay it is 0, and drafts are
         tried again so seldom that trying loses no more than `PROBE_BUDGET`."""
         table = self.statistics.costs.seconds(rows, self.max_gamma)
         tokens = 1.0 + np.cumsum(np.cumprod(self._find_acceptance(rows).shares(self.max_gamma)))
-        best = max(self.choices, key=lambda gamma: tokens[gamma - 1] / table[gamma])
-        loss, record = 1 - tokens[best - 1] / table[best] * table[0], self._find_record(rows)
+        speeds = {gamma: tokens[gamma - 1] / table[gamma] for gamma in self.choices}
+        best, record = max(speeds, key=lambda gamma: speeds[gamma]), self._find_record(rows)
+        loss = 1 - speeds[best] * table[0]
         record.plain_entries += 1
         if loss > 0 and record.plain_entries * PROBE_BUDGET < loss:
             return 0
         record.plain_entries = 0
-        return best
+        if speeds.get(record.entry_gamma, 0.0) * self.CLEARLY < speeds[best]:
+            record.entry_gamma = best
+        return record.entry_gamma
 
     def candidates(self, rows: int) -> list[int]:
         """Nothing is captured for a choice that may never be made."""
@@ -190,6 +222,7 @@ class RequestGamma(GammaPolicy):
         if drafted.any():
             acceptance = self._find_record(len(gammas)).acceptance
             acceptance.observe(accepted[drafted], gammas[drafted], LONG_DECAY)
+            acceptance.fade(DECAY, int(gammas.max()))  # what is not drafted is soon believed to be as good as the last
 
     def _find_acceptance(self, rows: int) -> Acceptance:
         """What is known best: of this rule and about as many rows, of this rule, of `exact`, or nothing."""
@@ -215,7 +248,7 @@ class GammaController(GammaPolicy):
             self.max_gamma = max(MAX_AUTO_GAMMA, self.min_gamma)
         self.acceptance = Acceptance()
         self.calibration = statistics.calibrations.setdefault(rule.name, Calibration())
-        self._rows = 0
+        self._rows = self._shared_cycles = 0
         self._record = DraftRecord()
         self._tokens = self._seconds = 0.0  # sums over cycles with drafts, with decay
         self._prefers_plain = False  # whether plain decoding is believed to be faster
@@ -226,8 +259,23 @@ class GammaController(GammaPolicy):
         self._p_accepted: NDArray[np.float64] = np.ones(1)  # [B] that all drafts of this cycle are accepted
         self._draft_probabilities: list[NDArray[np.float64]] = []  # [B] for each draft of this cycle
 
+    def choices_for(self, rows: int) -> list[int]:
+        if not self.shares(rows):
+            return self.choices
+        return [drafts for drafts in self.choices if drafts < self.max_gamma]  # rows draft one more
+
+    def size(self, rows: int, drafts: int) -> CycleSize:
+        if not drafts or not self.shares(rows):
+            return CycleSize(drafts)
+        return CycleSize(drafts + 1, rows * (drafts + 1), shared=True)
+
+    def shares(self, rows: int) -> bool:
+        """Whether rows share what a pass verifies."""
+        return self.static and rows >= SHARED_ROWS
+
     def choose(self, rows: int, behind: int = 0) -> int:
-        """Maximum drafts of the next cycle; the draft model has not read the tokens of `behind` plain cycles."""
+        """Maximum drafts of a row in the next cycle, and where rows share them their mean. The draft model has not read
+        the tokens of `behind` plain cycles."""
         self._select_record(rows)
         self._draft_probabilities = []
         if self._prefers_plain and not self._probes_left and self._record.credit < self._credit_needed:
@@ -251,7 +299,11 @@ class GammaController(GammaPolicy):
     def may_shrink(self, rows: int) -> bool:
         """Whether a batch may go on with so many rows instead of more. A static engine that has captured no cycle of
         them waits until the time lost with idle rows exceeds the cost of a capture."""
-        if not self.static or not self._table or any(self.is_captured(rows, gamma) for gamma in (0, *self.choices)):
+        if (
+            not self.static
+            or not self._table
+            or any(self.is_captured(rows, gamma) for gamma in (0, *self.choices_for(rows)))
+        ):
             return True
         lost, fewer = self.statistics.lost_by_rows, self.statistics.costs.seconds(rows, self.max_gamma)
         lost[rows] = lost.get(rows, 0.0) + max(0.0, self._table[self.min_gamma] - fewer[self.min_gamma])
@@ -261,7 +313,7 @@ class GammaController(GammaPolicy):
         """Every γ that may soon be the best for so many rows, the likeliest first."""
         self._select_record(rows)
         self._estimate()
-        speeds = {0: 1 / self._table[0], **{gamma: self._expected_speed(gamma) for gamma in self.choices}}
+        speeds = {0: 1 / self._table[0], **{gamma: self._expected_speed(gamma) for gamma in self.choices_for(rows)}}
         likely = [gamma for gamma in speeds if speeds[gamma] >= CANDIDATE * max(speeds.values())]
         return sorted(likely, key=lambda gamma: -speeds[gamma])
 
@@ -295,9 +347,11 @@ class GammaController(GammaPolicy):
         seconds: Mapping[str, float],
         *,
         behind: bool = False,
+        shared: SharedLimits | None = None,
     ) -> None:
         """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`. Its `seconds` by
-        phase show whether the table holds, unless the draft model had to catch up (`behind`)."""
+        phase show whether the table holds, unless the draft model had to catch up (`behind`). Where rows have `shared`
+        the drafts, their probabilities say what others would have been worth."""
         if not (behind and drafts):
             self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
         if not alive.any():
@@ -314,12 +368,30 @@ class GammaController(GammaPolicy):
         tokens = 1.0 + float(accepted.mean())
         if self._prefers_plain:
             record.credit -= max(0.0, cost - tokens * plain)
-        self.acceptance.observe(accepted, drafts)
-        record.acceptance.observe(accepted, drafts, LONG_DECAY)
+        if shared is None:
+            self.acceptance.observe(accepted, drafts)
+            record.acceptance.observe(accepted, drafts, LONG_DECAY)
+        else:
+            self._observe_shared(accepted, shared.q[alive], shared.limits[alive])
         self._tokens = SHORT_DECAY * self._tokens + tokens
         self._seconds = SHORT_DECAY * self._seconds + cost
         record.tokens = LONG_DECAY * record.tokens + tokens
         record.plain_tokens = LONG_DECAY * record.plain_tokens + cost / plain
+
+    def _observe_shared(self, accepted: NDArray[np.int64], q: NDArray[np.float64], limits: NDArray[np.int64]) -> None:
+        """Count a cycle whose rows share the drafts. The likeliest were verified: q [B, γ] says more than counts."""
+        self.calibration.observe(q, accepted, limits)
+        p, record = np.cumprod(self.calibration(q), 1), self._record
+        self.acceptance.expect(p.mean(0))
+        record.acceptance.expect(p.mean(0), LONG_DECAY)
+        self._shared_cycles += 1
+        if self._shared_cycles % SHARED_EVERY != 1:
+            return
+        rows, drafted = p.shape
+        for d in range(1, drafted):
+            every, likeliest = 1 + p[:, :d].sum() / rows, np.partition(p[:, : d + 1].ravel(), rows)[rows:]
+            gain = (1 + likeliest.sum() / rows) / every
+            record.sharing[d] = 0.8 * record.sharing.get(d, gain) + 0.2 * gain
 
     def _select_record(self, rows: int) -> None:
         """Take the record that belongs to this number of rows."""
@@ -351,18 +423,20 @@ class GammaController(GammaPolicy):
 
     def _expected_speed(self, drafts: int) -> float:
         """Tokens per second and row of cycles of so many drafts."""
-        return (1.0 + float(np.cumprod(self._shares[:drafts]).sum())) / self._table[drafts]
+        tokens = 1.0 + float(np.cumprod(self._shares[:drafts]).sum())
+        if drafts and self.shares(self._rows) and (known := self._record.sharing):
+            tokens *= known[drafts] if drafts in known else known[max(known)]
+        return tokens / self._table[drafts]
 
     def _choose_drafts(self, may_capture: bool = False) -> int:
         """Maximum drafts of a cycle with drafts. A static engine uses the best γ that it has captured; a clearly better
         one, if it `may_capture`, once the time lost without it exceeds the cost of the capture."""
         if not self.static:
             return self.max_gamma
-        speeds = {g: self._speed(g) for g in self.choices}
+        choices = self.choices_for(self._rows)
+        speeds = {g: self._speed(g) for g in choices}
         best = max(speeds, key=lambda g: speeds[g])
-        current = max(
-            (g for g in self.choices if self.is_captured(self._rows, g)), key=lambda g: speeds[g], default=best
-        )
+        current = max((g for g in choices if self.is_captured(self._rows, g)), key=lambda g: speeds[g], default=best)
         if not may_capture or speeds[best] <= MARGIN * speeds[current]:
             return current
         self._record.lost_seconds += self._table[current] * (1 - speeds[current] / speeds[best])

@@ -23,7 +23,7 @@ from torch import Tensor
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.costs import CostTable, say_measuring
-from selfjudge.decoding.cycle import Cycle, Packed, PhaseTimer, find_cycle, is_captured
+from selfjudge.decoding.cycle import Cycle, CycleSize, Packed, PhaseTimer, SharedLimits, find_cycle, is_captured
 from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, GammaPolicy, PairStatistics, RequestGamma
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
@@ -119,7 +119,19 @@ class _Schedule:
         q()  # as it costs in every cycle
         return True
 
-    def observe(self, accepted: Any, alive: Any, drafts: int, seconds: Mapping[str, float], *, behind: bool) -> None:
+    def size(self, rows: int, drafts: int) -> CycleSize:
+        return CycleSize(drafts)
+
+    def observe(
+        self,
+        accepted: Any,
+        alive: Any,
+        drafts: int,
+        seconds: Mapping[str, float],
+        *,
+        behind: bool,
+        shared: SharedLimits | None = None,
+    ) -> None:
         if behind and drafts:
             return
         rows, spent = len(accepted), (seconds["draft"], sum(seconds.values()) - seconds["draft"])
@@ -231,8 +243,9 @@ class _LiveBatch:
         self.random = RandomNumbers(self.rule.sampling is not None, self.engines.target.device)
         self.prefill = Prefill(self.engines, step_tokens=self.gamma + 1)
         if isinstance(self.controller, GammaPolicy) and self.engines.target.static:
+            size = self.controller.size
             self.controller.is_captured = lambda rows, gamma: is_captured(
-                self.engines, self.rule, gamma, trace=self.trace, rows=rows
+                self.engines, self.rule, size(rows, gamma), trace=self.trace, rows=rows
             )
 
     def start(self, requests: Sequence[Request]) -> Step:
@@ -273,9 +286,9 @@ class _LiveBatch:
         if self.engines.draft is not None:
             self.engines.draft.enter(first)
         if self.cycle is None:
-            self._begin_cycle(self.gamma, first)
+            self._begin_cycle(CycleSize(self.gamma), first)
         else:
-            self._begin_cycle(self.cycle.gamma, torch.cat([self.cycle.last[alive, 0], first]))
+            self._begin_cycle(CycleSize(self.cycle.gamma), torch.cat([self.cycle.last[alive, 0], first]))
         limits, gamma = [request.max_new_tokens for request in group.requests], -1 if self.controller else self.gamma
         arrived = BatchRows.new(group.numbers, limits, gamma)
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
@@ -296,12 +309,11 @@ class _LiveBatch:
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
-        self._begin_cycle(self.cycle.gamma, self.cycle.last[kept, 0])
+        self._begin_cycle(CycleSize(self.cycle.gamma), self.cycle.last[kept, 0])
 
-    def _begin_cycle(self, gamma: int, last: Tensor, tokens: int | None = None) -> None:
-        """Continue with cycles of γ drafts over the rows of the engines; `last` [B] are their newest tokens. Where rows
-        have unlike γ, `tokens` is the size of the pass."""
-        self.cycle = find_cycle(self.engines, self.rule, gamma, trace=self.trace, first=last, tokens=tokens)
+    def _begin_cycle(self, size: CycleSize, last: Tensor) -> None:
+        """Continue with cycles of this size over the rows of the engines; `last` [B] are their newest tokens."""
+        self.cycle = find_cycle(self.engines, self.rule, size, trace=self.trace, first=last)
         self.cycle.draft_on = None if self.controller is None else self.controller.draft_on
 
     def run(self, number: int) -> _StartedCycle:
@@ -311,33 +323,34 @@ class _LiveBatch:
         if self.entered and isinstance(self.controller, GammaPolicy) and self.engines.target.static:
             self._capture_choices(self.controller)
         gammas: NDArray[np.int64] | None = None
-        tokens: int | None = None
+        size, drafts = self.cycle.size, self.cycle.gamma
         if isinstance(self.controller, RequestGamma):
-            gamma, gammas, tokens = self._choose_for_rows(self.controller)
+            size, gammas = self._choose_for_rows(self.controller)
+            drafts = size.gamma
         elif self.controller is not None:
-            gamma = self.controller.choose(len(self.rows), self.plain_cycles)
-        else:
-            gamma, tokens = self.cycle.gamma, self.cycle.tokens
+            drafts = self.controller.choose(len(self.rows), self.plain_cycles)
+            size = self.controller.size(len(self.rows), drafts)
         self.entered = False
-        self.plain_cycles = 0 if gamma else self.plain_cycles + 1
-        if (gamma, tokens) != (self.cycle.gamma, self.cycle.tokens):
-            self._begin_cycle(gamma, self.cycle.last[:, 0], tokens)
+        self.plain_cycles = 0 if drafts else self.plain_cycles + 1
+        if size != self.cycle.size:
+            self._begin_cycle(size, self.cycle.last[:, 0])
         cycle, start = self.cycle, time.perf_counter()
         captures = self.engines.target.static and cycle.captured is None
-        packed, timer = cycle.run(self.random.next(cycle.gamma), None if tokens is None else gammas)
+        limits = np.where(self.rows.finished, 0, size.gamma) if size.shared else gammas
+        packed, timer = cycle.run(self.random.next(cycle.gamma), None if size.tokens is None else limits)
         if captures and isinstance(self.controller, GammaPolicy):
             self.controller.statistics.capture_seconds = time.perf_counter() - start
         return _StartedCycle(number, packed, timer, behind, gammas)
 
-    def _choose_for_rows(self, controller: RequestGamma) -> tuple[int, NDArray[np.int64], int | None]:
-        """Give γ to the rows that have entered. Returns the most drafts of a live row, those of each row, and where
-        they are unlike the size of the pass."""
+    def _choose_for_rows(self, controller: RequestGamma) -> tuple[CycleSize, NDArray[np.int64]]:
+        """Give γ to the rows that have entered. Returns the size of the next cycle and the drafts of each row."""
         rows, live = self.rows, ~self.rows.finished
         if self.entered:
             rows.gamma[live & (rows.gamma < 0)] = controller.choose(len(rows))
         gammas = np.where(live, rows.gamma, 0)
         gamma = int(gammas.max())
-        return gamma, gammas, None if (gammas[live] == gamma).all() else len(rows) * (gamma + 1)
+        alike = (gammas[live] == gamma).all()
+        return CycleSize(gamma, None if alike else len(rows) * (gamma + 1)), gammas
 
     def _capture_choices(self, controller: GammaController | RequestGamma) -> None:
         """Before the first cycle of rows that have entered: capture every γ that they may soon use; where the
@@ -345,11 +358,12 @@ class _LiveBatch:
         rows, statistics = len(self.rows), controller.statistics
         costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
         known = (rows in costs.cycles or not usual) and costs.covers(rows)
-        gammas = controller.candidates(rows) if known else [0, *controller.choices]
+        gammas = controller.candidates(rows) if known else [0, *controller.choices_for(rows)]
+        sizes = [controller.size(rows, gamma) for gamma in gammas]
         new = [gamma for gamma in gammas if not controller.is_captured(rows, gamma)]
         start = time.perf_counter()
         try:
-            cycles = capture_cycles(self.engines, self.rule, rows, gammas, trace=self.trace)
+            cycles = capture_cycles(self.engines, self.rule, rows, sizes, trace=self.trace)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return  # γ is chosen by estimates, and captured one at a time
@@ -371,13 +385,16 @@ class _LiveBatch:
         """Wait for a cycle (its one synchronisation) and hand its tokens to the rows."""
         seconds = started.timer.seconds()
         outcome, drafted, live = started.packed.unpack(), started.packed.drafted, ~rows.finished
+        verified = drafted if outcome.shared is None else drafted - 1
         non_finite = bool(outcome.non_finite[live].any())
         if isinstance(self.controller, RequestGamma):
             if started.gammas is not None:
                 self.controller.observe(outcome.accepted[live], started.gammas[live])
         elif self.controller is not None and started.number:
-            self.controller.observe(outcome.accepted, live, drafted, seconds, behind=started.behind)
+            self.controller.observe(
+                outcome.accepted, live, verified, seconds, behind=started.behind, shared=outcome.shared
+            )
         cost = plain = 0.0
         if isinstance(self.controller, GammaPolicy) and started.number:
-            plain, cost = self.controller.costs_of(len(rows), drafted)
+            plain, cost = self.controller.costs_of(len(rows), verified)
         return Step(started.number, rows.emit(outcome, self.eos_ids), seconds, non_finite, drafted, cost, plain)

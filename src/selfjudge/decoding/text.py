@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
-from selfjudge.decoding.capture import capture_cycles, gamma_choices, uncaptured
+from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
 from selfjudge.decoding.loop import decode, measure_costs
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
@@ -259,11 +259,11 @@ class _Decoding:
                     measure_costs(engines, 1)
                     measure_costs(engines, rows)
                 return True
-            gammas = gamma_choices(self.gamma, self.rule)
-            engines.reserve(rows, length + max(gammas) + 1)
-            left = uncaptured(engines, self.rule, rows, gammas, trace=self.trace)
-            for done, (size, gamma) in enumerate(left, 1):
-                capture_cycles(engines, self.rule, size, [gamma], trace=self.trace)
+            most = max(size.gamma for size in list_sizes(self.gamma, self.rule, 1))
+            engines.reserve(rows, length + most + 1)
+            left = list_uncaptured(engines, self.rule, rows, self.gamma, trace=self.trace)
+            for done, (n, size) in enumerate(left, 1):
+                capture_cycles(engines, self.rule, n, [size], trace=self.trace)
                 notify(done / len(left))
                 if time.perf_counter() >= end:
                     return done == len(left)

@@ -217,8 +217,8 @@ class ReferenceEngine(SlotCache):
         if len(outputs) == 1:
             return outputs[0]
         logits, hidden, features = zip(*((o.logits, o.hidden, o.features) for o in outputs), strict=True)
-        optional = (None if parts[0] is None else torch.cat(parts, 1) for parts in (hidden, features))
-        return Output(torch.cat(logits, 1), *optional)
+        joined = (None if parts[0] is None else torch.cat(parts, 1) for parts in (hidden, features))
+        return Output(torch.cat(logits, 1), next(joined), next(joined))
 
     def _pass(self, tokens: Tensor, positions: Tensor, keep: int) -> Output:
         arguments: dict[str, Any] = {"logits_to_keep": max(keep, 1)} if self._keeps_logits else {}  # 0: all

@@ -108,7 +108,10 @@ class Completion:
             raise RefusedError(400, str(error), param="temperature") from None
         options = self.options
         trace = options.judged_tokens or options.tokens
-        choice = self.scheduler.rules.choose(options.rule_request(), sampling, off=options.off, trace=trace)
+        seeded = body.seed is not None
+        choice = self.scheduler.rules.choose(
+            options.rule_request(), sampling, off=options.off, trace=trace, seeded=seeded
+        )
         return CompletionJob(
             prompt,
             max_new_tokens=self._limit_length(len(prompt)),
@@ -204,6 +207,7 @@ class Completion:
         seconds = sum(result.seconds.get(phase, 0.0) for phase in PHASES)
         described: dict[str, Any] = {
             **self.job.choice.as_json(),
+            "gamma": self.job.choice.gamma if result.gamma is None else result.gamma,
             "gamma_mean": result.gamma_mean,
             "cycles": result.cycles,
             "mean_accepted_length": result.mean_accepted_length,

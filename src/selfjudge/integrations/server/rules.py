@@ -13,7 +13,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.types import Gamma
+from selfjudge.types import Gamma, default_gamma
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,12 @@ class Rules:
         *,
         off: bool = False,
         trace: bool = False,
+        seeded: bool = False,
     ) -> BatchKey:
-        """How a request is decoded; `off` is without judge. A SelfJudgeError says what is wrong with it."""
+        """How a request is decoded; `off` is without judge. A SelfJudgeError says what is wrong with it.
+
+        A sampled answer depends on γ: for a request with a seed it is a fixed number, so that the answer can be had
+        again."""
         if off and not asked.is_open:
             raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta`, `quality` and `price`")
         if off or (self.refuted and asked.is_open):
@@ -81,14 +85,15 @@ class Rules:
             request = replace(request, rule=None)  # `exact` or `sampling`, depending on the temperature
         request = request.named(sampling)
         rule = request.resolve(self.special, self.judge, sampling)
-        gamma = self._gamma(request.gamma)
+        gamma = self._gamma(request.gamma, fixed=seeded and sampling is not None)
         if isinstance(gamma, int):
             rule.check(gamma)
         return BatchKey(rule, gamma, request, trace)
 
-    def _gamma(self, gamma: Gamma | None) -> Gamma:
+    def _gamma(self, gamma: Gamma | None, *, fixed: bool) -> Gamma:
         if self.pair.draft is not None:
-            return "auto" if gamma is None else gamma
+            default: Gamma = default_gamma(self.pair.target.device.type) if fixed else "auto"
+            return default if gamma is None else gamma
         if gamma not in (None, "auto", 0):
             raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
         return 0
