@@ -17,7 +17,7 @@ from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.plan import DraftRows, Plan
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.ops import has_non_finite, replace_non_finite, worth_taking
+from selfjudge.ops import argmax_with_probability, has_non_finite, replace_non_finite, share_tokens, worth_taking
 from selfjudge.types import Block
 
 VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of it
@@ -298,6 +298,25 @@ def check_packed(device: torch.device, dtype: torch.dtype) -> None:
             torch.testing.assert_close(found, wanted, **close)
 
 
+def check_shared(device: torch.device, dtype: torch.dtype) -> None:
+    """The probability of the most likely token, and how rows share what is verified."""
+    from selfjudge.ops.argmax_triton import split_argmax
+    from selfjudge.ops.share_triton import share
+
+    logits = torch.randn(5, 5000, device=device).mul(3).to(dtype)
+    logits[3] = -torch.inf
+    choice, q = split_argmax(logits, probability=True)
+    wanted, probability = argmax_with_probability(logits.cpu())
+    assert choice.tolist() == wanted.tolist()
+    torch.testing.assert_close(q[:3].cpu(), probability[:3], rtol=1e-4, atol=1e-6)
+    for rows, gamma, count in ((3, 1, 2), (5, 4, 9), (70, 3, 140), (130, 5, 520)):
+        q = torch.rand(rows, gamma, device=device).mul(8).ceil().div(8)  # many ties
+        caps = torch.randint(0, gamma + 1, (rows,), device=device)
+        for some in (caps, torch.full_like(caps, gamma)):
+            limits = share(q, some, count)
+            assert limits.tolist() == share_tokens(q.cpu(), some.cpu(), count).tolist()
+
+
 def check_all(device: torch.device) -> None:
     torch.manual_seed(0)
     for shape in PASSES:
@@ -310,6 +329,7 @@ def check_all(device: torch.device) -> None:
         check_packed(device, torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)
+        check_shared(device, dtype)
         for features in FEATURES:
             for limit in (None, 14.0):
                 check_scores(device, dtype, features, limit)

@@ -183,6 +183,23 @@ def test_rules_agree_with_the_reference_engine() -> None:
         assert run(target, draft, prompts, rule, **options) == run(target, draft, prompts, rule, "reference", **options)
 
 
+def test_many_rows_share_drafts_and_answer_as_the_reference_engine() -> None:
+    target = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
+    draft = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
+    prompts = prompts_of([3 + i % 20 for i in range(40)])
+    engines = BatchEngines(CudaEngine(target), make_draft(draft, target))
+    for _ in range(2):
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for step in decode(engines, requests_of(prompts, 40), Exact()):
+            for e in step.emissions:
+                tokens[e.row] += e.tokens
+        assert tokens == run(target, None, prompts, Exact(), "reference", gamma=0, max_new_tokens=40)
+    assert any(key[1].shared for key in engines.target.captured_cycles)
+
+
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
 def test_a_head_proposes_what_the_module_would_in_recorded_cycles_of_changing_length(dtype, tie: float) -> None:
     target = tiny_model(seed=1, hidden_size=64, head_dim=16, num_hidden_layers=5).to(CUDA, dtype)
