@@ -236,22 +236,12 @@ def test_gamma_says_what_the_chosen_rule_is_decoded_with(
     assert re.fullmatch(r"losslessexact, γ auto( \(mean \d\.\d\))?", name)  # no mean where nothing was drafted
     opened.choose("#rule", "margin")
     opened.run("document.getElementById('rule').dispatchEvent(new Event('input', {bubbles: true}))")
-<<<<<<< HEAD
-    assert said() == "the server’s: 3"
-    ask(opened, "w7 w8")
-    lossless, relaxed = (card["name"] for card in cards(opened))
-    assert lossless == "losslessexact, γ 3"  # the same: the rule alone differs
-    assert relaxed.endswith("γ 3")
-    opened.choose("#compare", "")
-=======
     assert said() == "the server’s: auto"
     ask(opened, "w7 w8")
     lossless, relaxed = (card["name"] for card in cards(opened))
-    assert lossless == "losslessexact, γ auto"
-    assert relaxed.endswith("γ auto")
+    assert lossless.startswith("losslessexact, γ auto")
+    assert re.search(r"γ \d$", relaxed)  # fixed when the request entered
     opened.choose("#compare", "")
-    assert said() == "the server’s: auto"
->>>>>>> 6547215 (Large batches share what a pass verifies: the drafts that the draft model finds likeliest)
     opened.choose("#gamma", "5")
     assert said() == "5"
 
