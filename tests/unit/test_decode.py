@@ -17,7 +17,7 @@ from conftest import CONFIGS, VOCAB, tiny_head, tiny_model
 from equality import greedy
 from fake_judge import constant_judge
 from proposals import requests_of
-from selfjudge.decoding import gamma as gamma_module, loop
+from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.cycle import Cycle, SharedLimits
 from selfjudge.decoding.gamma import GammaController
@@ -302,11 +302,12 @@ def test_rows_come_and_go_while_gamma_changes() -> None:
     ]
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("engine_kind", ["cuda"], indirect=True)
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
 def test_rows_that_share_drafts_give_the_same_tokens(draft_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come and go; the first drafts badly, so the others get most of what a pass verifies."""
-    monkeypatch.setattr(gamma_module, "SHARED_ROWS", 2)
+    monkeypatch.setattr(GammaController, "shares", lambda self, rows: rows > 1)
     monkeypatch.setattr(loop, "GammaController", _Wilful)
     target, draft = tiny_model(seed=1), tiny_model(seed=1)
     with torch.no_grad():

@@ -45,7 +45,7 @@ def bench(
     if wanted and setup.recipe is None:
         setup = replace(setup, request=replace(request, rule="judged"))
     if wanted:
-        setup.check()
+        setup.resolve()
     if setup.request.gamma is not None:
         config = replace(config, gammas=(setup.request.gamma,))
     pair = setup.load()

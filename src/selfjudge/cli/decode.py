@@ -70,7 +70,7 @@ def generate(
     if not prompt.strip():
         raise SelfJudgeError(EMPTY_PROMPT)
     setup = Setup.of(recipe, models, request)
-    setup.check(decode.sampling)
+    setup.resolve(decode.sampling)
     request = setup.request.named(decode.sampling)
     pair = setup.load(needs_draft=request.gamma != 0)
 

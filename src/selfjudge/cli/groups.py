@@ -250,12 +250,8 @@ class Setup:
         judge = None if recipe.judge is None else str(recipe.judge)
         return cls(models, RuleRequest(recipe.rule, judge, gamma=recipe.gamma), recipe)
 
-    def check(self, sampling: Sampling | None = None) -> None:
-        """Refuse a rule that cannot work with these models."""
-        self.models.check_gamma(self.resolve(sampling), self.request.gamma)
-
     def resolve(self, sampling: Sampling | None = None) -> AcceptanceRule:
-        """The rule to check, not to decode with, from the judge's config alone."""
+        """The rule to check, not to decode with, from the judge's config alone; one that cannot work is refused."""
         request = self.request
         if request.needs_judge and (source := request.judge or self.models.shipped_judge) is not None:
             config = JudgeConfig.from_pretrained(source)

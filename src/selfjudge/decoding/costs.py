@@ -53,6 +53,8 @@ class CostTable:
         self.shape = shape
         self.cycles: dict[int, dict[int, tuple[float, float]]] = {}
         """Rows → drafts → seconds of drafting, seconds of the rest."""
+        self.sharing: dict[int, bool] = {}
+        """Rows → whether a cycle in which they share what is verified takes little enough more time."""
         self.stale = False
         """Whether cycles of answers contradict the table: it is measured again before the next batch, once."""
         self.rough = False
@@ -153,6 +155,7 @@ class CostTable:
             record = read_json(self._path)
             if record.get("shape") != self.shape:
                 return
+            sharing = {_whole(rows): bool(pays) for rows, pays in record.get("sharing", {}).items()}
             read = {
                 _whole(rows): {_whole(drafts): _pair(seconds) for drafts, seconds in cells.items()}
                 for rows, cells in record["cycles"].items()
@@ -160,6 +163,7 @@ class CostTable:
         except (SelfJudgeError, KeyError, TypeError, ValueError, AttributeError):
             return  # there is none, or it is damaged: it is measured
         self.cycles = {rows: cells for rows, cells in read.items() if 0 in cells and len(cells) > 2}
+        self.sharing = {rows: pays for rows, pays in sharing.items() if rows in self.cycles}
         self._kept = set(self.cycles)
         self._lists.clear()
 
@@ -168,11 +172,14 @@ class CostTable:
         if not self.shape:
             return
         self._kept.add(rows)
-        known = {} if self._renewed else kept_costs(self.shape)
-        known |= {kept: self.cycles[kept] for kept in self._kept}
+        earlier = CostTable(self.shape)
+        if not self._renewed:
+            earlier.load()
+        known = earlier.cycles | {kept: self.cycles[kept] for kept in self._kept}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._path, {"shape": self.shape, "cycles": known})
+            sharing = earlier.sharing | self.sharing
+            write_json(self._path, {"shape": self.shape, "cycles": known, "sharing": sharing})
         except (OSError, SelfJudgeError) as error:
             warnings.warn(
                 f"speeds are measured again next time: {self._path} cannot be written ({error})", stacklevel=2

@@ -30,11 +30,14 @@ STATIC_CHOICES = (1, 2, 3, 4, 5, 6, 8)  # static engines capture one graph for e
 DECAY = 0.97  # weight of the counts so far when the next cycle is counted
 SHORT_DECAY = 0.94  # the same for speed: drafting ends soon after it begins to lose
 LONG_DECAY = 0.995  # the same for the records that the next batches begin with
-MARGIN = 1.02  # a choice replaces another if it is faster by this factor
+MARGIN = 1.02  # plain decoding and drafts replace each other if they are faster by this factor
+SWITCH = 1.03  # another γ must be faster by this factor: the draft then reads what the new cycle has no room for
+ALIKE = 0.985  # of γ that are this close to the best the smallest is taken: the end of an answer cuts long blocks
 PROBE_BUDGET = 0.02  # share of the time that probes may lose
 PROBE_CYCLES = 4  # cycles of a probe: drafting although plain decoding seems faster
 MAX_CREDIT_CYCLES = 3 * PROBE_CYCLES  # maximum credit for probes, in plain cycles
 SHARED_ROWS = 32  # from so many rows on a pass pays for every token, and rows share them
+SHARING_PAYS = 1.05  # the longest that a cycle may take in which rows share three drafts each, relative to one of three
 SHARED_EVERY = 8  # cycles between two looks at what sharing gains
 CANDIDATE = 0.9  # a γ of at least this share of the best expected speed is captured before it is needed
 
@@ -147,8 +150,6 @@ class PairStatistics:
     costs: CostTable = field(default_factory=CostTable)
     capture_seconds: float = 0.05
     """Seconds that the latest graph capture took."""
-    lost_by_rows: dict[int, float] = field(default_factory=dict)
-    """Seconds lost because no cycle of so many rows was captured."""
     calibrations: dict[str, Calibration] = field(default_factory=dict)
     """Calibration of the draft's probabilities under each rule."""
     records: dict[tuple[str, int], DraftRecord] = field(default_factory=dict)
@@ -249,6 +250,7 @@ class GammaController(GammaPolicy):
         self.acceptance = Acceptance()
         self.calibration = statistics.calibrations.setdefault(rule.name, Calibration())
         self._rows = self._shared_cycles = 0
+        self._latest = 0  # γ of the latest cycle with drafts
         self._record = DraftRecord()
         self._tokens = self._seconds = 0.0  # sums over cycles with drafts, with decay
         self._prefers_plain = False  # whether plain decoding is believed to be faster
@@ -270,7 +272,12 @@ class GammaController(GammaPolicy):
         return CycleSize(drafts + 1, rows * (drafts + 1), shared=True)
 
     def shares(self, rows: int) -> bool:
-        """Whether rows share what a pass verifies."""
+        """Whether rows share what a pass verifies: where that was measured to pay."""
+        known = self.statistics.costs.sharing
+        return self.may_share(rows) and bool(known) and known[min(known, key=lambda measured: abs(measured - rows))]
+
+    def may_share(self, rows: int) -> bool:
+        """Whether sharing is worth a measurement."""
         return self.static and rows >= SHARED_ROWS
 
     def choose(self, rows: int, behind: int = 0) -> int:
@@ -295,19 +302,6 @@ class GammaController(GammaPolicy):
         self.acceptance.fade(0.25)  # old counts led to plain decoding: let the probe weigh more
         self._tokens, self._seconds = 0.25 * self._tokens, 0.25 * self._seconds
         return self._choose_drafts()
-
-    def may_shrink(self, rows: int) -> bool:
-        """Whether a batch may go on with so many rows instead of more. A static engine that has captured no cycle of
-        them waits until the time lost with idle rows exceeds the cost of a capture."""
-        if (
-            not self.static
-            or not self._table
-            or any(self.is_captured(rows, gamma) for gamma in (0, *self.choices_for(rows)))
-        ):
-            return True
-        lost, fewer = self.statistics.lost_by_rows, self.statistics.costs.seconds(rows, self.max_gamma)
-        lost[rows] = lost.get(rows, 0.0) + max(0.0, self._table[self.min_gamma] - fewer[self.min_gamma])
-        return lost[rows] > self.statistics.capture_seconds
 
     def candidates(self, rows: int) -> list[int]:
         """Every γ that may soon be the best for so many rows, the likeliest first."""
@@ -433,17 +427,18 @@ class GammaController(GammaPolicy):
         one, if it `may_capture`, once the time lost without it exceeds the cost of the capture."""
         if not self.static:
             return self.max_gamma
-        choices = self.choices_for(self._rows)
-        speeds = {g: self._speed(g) for g in choices}
-        best = max(speeds, key=lambda g: speeds[g])
-        current = max((g for g in choices if self.is_captured(self._rows, g)), key=lambda g: speeds[g], default=best)
-        if not may_capture or speeds[best] <= MARGIN * speeds[current]:
-            return current
-        self._record.lost_seconds += self._table[current] * (1 - speeds[current] / speeds[best])
-        if self._record.lost_seconds < self.statistics.capture_seconds:
-            return current
-        self._record.lost_seconds = 0.0
-        return best
+        speeds = {gamma: self._speed(gamma) for gamma in self.choices_for(self._rows)}
+        best = _smallest_of_the_best(speeds)
+        captured = {gamma: speed for gamma, speed in speeds.items() if self.is_captured(self._rows, gamma)}
+        current = _smallest_of_the_best(captured) if captured else best
+        if speeds[current] <= SWITCH * captured.get(self._latest, 0.0):
+            current = self._latest
+        if may_capture and speeds[best] > SWITCH * speeds[current]:
+            self._record.lost_seconds += self._table[current] * (1 - speeds[current] / speeds[best])
+            if self._record.lost_seconds >= self.statistics.capture_seconds:
+                self._record.lost_seconds, current = 0.0, best
+        self._latest = current
+        return current
 
     def _probe_seconds(self, speed: float, behind: int) -> float:
         """Expected loss of a probe in seconds: some slow cycles, and the tokens that the draft must catch up on."""
@@ -451,3 +446,8 @@ class GammaController(GammaPolicy):
         step = self._table[1] - self._table[0]
         catch_up = step * (1 + SLOPE * min(behind, BACKLOG)) if behind else 0.0
         return PROBE_CYCLES * cycle * max(0.05, 1 - speed) + catch_up
+
+
+def _smallest_of_the_best(speeds: Mapping[int, float]) -> int:
+    """The smallest γ of those that are about as fast as the fastest."""
+    return min(gamma for gamma, speed in speeds.items() if speed >= ALIKE * max(speeds.values()))

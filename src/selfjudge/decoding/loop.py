@@ -24,7 +24,14 @@ from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, che
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import Cycle, CycleSize, Packed, PhaseTimer, SharedLimits, find_cycle, is_captured
-from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, GammaPolicy, PairStatistics, RequestGamma
+from selfjudge.decoding.gamma import (
+    MAX_AUTO_GAMMA,
+    SHARING_PAYS,
+    GammaController,
+    GammaPolicy,
+    PairStatistics,
+    RequestGamma,
+)
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
@@ -297,10 +304,8 @@ class _LiveBatch:
         return step
 
     def is_too_wide(self, alive: list[int]) -> bool:
-        """Whether the live rows fit in a smaller batch, and moving there pays."""
-        if not alive or (rows := self.engines.target.bucket(len(alive), len(self.rows))) >= len(self.rows):
-            return False
-        return not isinstance(self.controller, GammaController) or self.controller.may_shrink(rows)
+        """Whether the live rows fit in a smaller batch."""
+        return bool(alive) and self.engines.target.bucket(len(alive), len(self.rows)) < len(self.rows)
 
     def shrink(self, alive: list[int]) -> None:
         """Let finished rows leave; a static engine keeps some as idle rows, to fill a size that it captures."""
@@ -358,6 +363,8 @@ class _LiveBatch:
         rows, statistics = len(self.rows), controller.statistics
         costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
         known = (rows in costs.cycles or not usual) and costs.covers(rows)
+        if not known and isinstance(controller, GammaController) and controller.may_share(rows):
+            self._measure_sharing(controller)
         gammas = controller.candidates(rows) if known else [0, *controller.choices_for(rows)]
         sizes = [controller.size(rows, gamma) for gamma in gammas]
         new = [gamma for gamma in gammas if not controller.is_captured(rows, gamma)]
@@ -376,6 +383,18 @@ class _LiveBatch:
             for gamma, spent in zip(gammas, seconds, strict=True):
                 costs.add(rows, gamma, spent)
             costs.save(rows)
+
+    def _measure_sharing(self, controller: GammaController) -> None:
+        """Learn whether rows should share what a pass verifies: by what a cycle takes in which they do."""
+        rows, drafts = len(self.rows), 3
+        sizes = [CycleSize(drafts), CycleSize(drafts + 1, rows * (drafts + 1), shared=True)]
+        try:
+            cycles = capture_cycles(self.engines, self.rule, rows, sizes, trace=self.trace)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return
+        each, shared = (sum(time_cycle(cycle)) for cycle in cycles)
+        controller.statistics.costs.sharing[rows] = shared < SHARING_PAYS * each
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)
