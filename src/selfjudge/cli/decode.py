@@ -213,7 +213,7 @@ def serve(
     if vllm or load is not None:
         raise SelfJudgeError(f"`{'vllm' if vllm else 'load'}` goes with --backend vllm")
 
-    replace(setup, request=setup.request if own.needs_judge else own).check()
+    replace(setup, request=setup.request if own.needs_judge else own).resolve()
     listener = listen(host, port)
     pair = setup.load(needs_draft=setup.request.gamma != 0)
 
