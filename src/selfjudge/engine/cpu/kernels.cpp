@@ -109,6 +109,15 @@ inline float gelu(float x) {  // by tanh: x times the logistic function of 2 · 
   return x * (z < 0 ? e : 1.0f) / (1.0f + e);
 }
 
+// x = limit · tanh(x / limit)
+inline void cap(float* x, int count, float limit) {
+  const float steep = -2.0f / limit;
+  for (int s = 0; s < count; ++s) {
+    const float e = exp_neg(steep * std::fabs(x[s])), y = limit * (1.0f - e) / (1.0f + e);
+    x[s] = x[s] < 0 ? -y : y;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -413,8 +422,7 @@ void attend(const Heads& a) {
         multiply<1, 1>(a.q + static_cast<int64_t>(t) * a.stride + g * D, 0, a.k + static_cast<int64_t>(s) * D, D, y);
         score[s] = y[0][0] * root;
       }
-      if (a.cap > 0)
-        for (int s = 0; s < a.count + t; ++s) score[s] = a.cap * std::tanh(score[s] / a.cap);
+      if (a.cap > 0) cap(score, a.count + t, a.cap);
       softmax(score, a.hidden + t > 0 ? a.hidden + t : 0, a.count + t);
     }
   for (int t = 0; t < T; ++t)
@@ -678,8 +686,7 @@ void forward(const Model* model, const Pass* pass) {
               std::memcpy(at, y, sizeof(float) * count);
               if (model->logit_scale != 1)
                 for (int j = 0; j < count; ++j) at[j] *= model->logit_scale;
-              if (model->logit_cap > 0)
-                for (int j = 0; j < count; ++j) at[j] = model->logit_cap * std::tanh(at[j] / model->logit_cap);
+              if (model->logit_cap > 0) cap(at, count, model->logit_cap);
             });
   }
 }
