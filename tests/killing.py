@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import signal
@@ -75,6 +76,7 @@ def _prepare() -> None:
     card.draw = lambda file, *_: file.write_bytes(b"figure")
     fake_model.install()
     pull._fetched = _copied
+    gc.freeze()  # collections in forks need not touch what all share
 
 
 _strftime = time.strftime

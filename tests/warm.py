@@ -5,6 +5,7 @@ Signals, sockets, environment and exit codes are those of any process; `python -
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -42,6 +43,7 @@ def _fork_parent(executable: str, arguments: Sequence[str], kept: Sequence[int])
         for number in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
             os.closerange(first, number)
             first = number + 1
+        gc.freeze()  # collections in forks need not touch what all share
         exec(arguments[-1], {})
     except Exception:
         sys.excepthook(*sys.exc_info())
