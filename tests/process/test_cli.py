@@ -72,7 +72,8 @@ def test_generate_streams_text_and_reports_on_stderr(run, pair: list[str]) -> No
 
 
 def test_color_tints_by_origin(run, pair: list[str]) -> None:
-    _, out, err = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--color", "--max-new-tokens", "20")
+    drafts = ("--gamma", "3", "--max-new-tokens", "20")
+    _, out, err = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--color", *drafts)
     assert "the target wanted" in err
     assert "\x1b[30;43m" in out  # accepted against alignment
     assert re.search(r"\x1b\[30;43mjudge +\d+\x1b\[0m drafted, accepted against", err)  # the legend
@@ -224,7 +225,7 @@ def test_label_train_and_generate_in_a_line(run, checkpoints: dict[str, str], tm
     assert "ROC-AUC" in text
     assert json.loads((tmp_path / "judge" / "config.json").read_text(encoding="utf-8"))["tau"] == float(tau)
     assert (tmp_path / "judge" / "roc.png").read_bytes().startswith(b"\x89PNG")
-    ask = ["generate", words[0], *pair, "--max-new-tokens", "16", "--json"]
+    ask = ["generate", words[0], *pair, "--gamma", "3", "--max-new-tokens", "16", "--json"]
     tokens = {}
     for name, options in {
         "exact": [], "F": ["--theta", "F"], "strict": ["--quality", "1"], "loose": ["--quality", "0"], "all": ["--theta", "0"],

@@ -19,7 +19,7 @@ from fake_judge import constant_judge
 from proposals import requests_of
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
-from selfjudge.decoding.cycle import Cycle, SharedLimits
+from selfjudge.decoding.cycle import Cycle, CycleSize, SharedLimits
 from selfjudge.decoding.gamma import GammaController
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Margin, SpeculativeSampling, TopK
@@ -344,10 +344,10 @@ def random_limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let every row verify a random number of the drafts, another one in each cycle; returns those numbers."""
     random, used, run_cycle, find = np.random.default_rng(0), [], Cycle.run, loop.find_cycle
 
-    def with_tokens(engines: BatchEngines, rule: AcceptanceRule, gamma: int, **options: object) -> Cycle:
-        rows = len(options["first"])  # type: ignore[arg-type]
+    def with_tokens(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, **options: object) -> Cycle:
+        rows, gamma = len(options["first"]), size.gamma  # type: ignore[arg-type]
         tokens = rows + int(random.integers(rows * gamma + 1)) if gamma and engines.target.static else None
-        return find(engines, rule, gamma, **(options | {"tokens": tokens}))  # type: ignore[arg-type]
+        return find(engines, rule, CycleSize(gamma, tokens), **options)  # type: ignore[arg-type]
 
     def limited(self: Cycle, uniforms: torch.Tensor | None, limits: object = None) -> object:
         if not self.gamma:
