@@ -16,6 +16,6 @@ class Unsure(AcceptanceRule):
         return aligned | (logits.float().softmax(-1).amax(-1) < self.below)
 
 
-for piece in stream(Pair.load("smollm2-135m"), "Tell me about the sea.", rule=Unsure(), max_new_tokens=48):
+for piece in stream(Pair.load("smollm2-135m"), "Tell me about the sea.", rule=Unsure(), gamma=3, max_new_tokens=48):
     print(f"[{piece.text}]" if piece.judged else piece.text, end="", flush=True)
 print()

@@ -3,7 +3,7 @@
 from selfjudge import Pair, generate
 
 pair = Pair.load("smollm2-135m")
-answer = generate(pair, "Why is the sky blue?", rule="judged", quality=0.8, max_new_tokens=64)
+answer = generate(pair, "Why is the sky blue?", rule="judged", quality=0.8, gamma=3, max_new_tokens=64)
 print(answer.text)
 print(f"{answer.mean_accepted_length:.2f} tokens per target pass, {answer.tokens_per_second:.1f} tokens/s")
 for token in answer.judged_tokens:
