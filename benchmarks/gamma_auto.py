@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from common import say
+from grown_target import grow
 
 from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair
@@ -25,6 +26,7 @@ from selfjudge.types import Gamma, pooled_figures
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pair", default="smollm2-135m")
+    parser.add_argument("--grown", type=int, help="layers of a larger target with the same function (grown_target.py)")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
     parser.add_argument("--gammas", default="0,1,2,3,5", help="the fixed ones")
@@ -87,6 +89,8 @@ def measure(pair: Pair, asked: dict[str, list[str]], o: argparse.Namespace) -> l
 def main() -> None:
     o = options()
     pair = Pair.load(o.pair, device=o.device, dtype=o.dtype)
+    if o.grown:
+        pair = grow(pair, o.grown)
     about = {"pair": pair.name, "device": str(pair.target.device), "dtype": pair.dtype, "rule": "exact"}
     rows = measure(pair, groups(o), o)
     sizes = {"repeats": o.repeats, "max_new_tokens": o.max_new_tokens}
