@@ -180,3 +180,26 @@ def test_an_engine_is_not_kept_after_an_error() -> None:
         raise RuntimeError("broken")
     with borrow_engine(model, kind="cuda") as other:
         assert other is not first
+
+
+def test_fused_matrices_replace_the_originals(tmp_path: Any) -> None:
+    """The static engine keeps no second copy of a model, and the model stays what it was."""
+    model, other = tiny_model("qwen2", seed=1), tiny_model("qwen2", seed=1)
+    tokens = torch.tensor([[5, 9, 4, 17]])
+    engines = [make_engine(model, kind="cuda", hidden=hidden) for hidden in (False, True)]
+    torch.testing.assert_close(engines[0].extend(tokens).logits, other(tokens).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
+    for layer, one, two in zip(model.model.layers, *(e.weights.layers for e in engines), strict=True):
+        joined = {
+            "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        }
+        for name, parts in joined.items():
+            fused = getattr(one, name)
+            assert fused.data_ptr() == getattr(two, name).data_ptr() == layer.get_submodule(parts[0]).weight.data_ptr()
+            assert torch.equal(fused, torch.cat([layer.get_submodule(part).weight for part in parts]))
+            storage = fused.untyped_storage().data_ptr()
+            assert all(layer.get_submodule(part).weight.untyped_storage().data_ptr() == storage for part in parts)
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), other.parameters(), strict=True))

@@ -95,8 +95,11 @@ class _Layer:
         if any(tensor is None for tensor in found.values()):
             return None
         tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in found.items()}
-        if len(tensors) == 1 and all(self.columns.get(field) is None for field in fields):
-            return tensors[parts[0].module]
+        if all(self.columns.get(field) is None for field in fields):
+            if len(tensors) == 1:
+                return tensors[parts[0].module]
+            if len(tensors) == len(parts):
+                return _join_in_place(list(found.values()))
         rows = (tensors[p.module][p.first : p.first + p.rows] for p in parts)
         return torch.cat([self._arrange(r, field) for r, field in zip(rows, fields, strict=True)])
 
@@ -104,6 +107,19 @@ class _Layer:
         """The rows of the heads in the order of the kernels."""
         columns = self.columns.get(field)
         return rows if columns is None else _pick_columns(rows, self.shape.head_dim, columns)
+
+
+def _join_in_place(parameters: list[nn.Parameter]) -> Tensor:
+    """Parameters below each other in one piece of memory, where they lie themselves from now on: no second copy."""
+    tensors = [p.detach() for p in parameters]
+    first, ends = tensors[0], [t.data_ptr() + t.nbytes for t in tensors]
+    in_one_piece = all(t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for t in tensors)
+    if in_one_piece and [t.data_ptr() for t in tensors[1:]] == ends[:-1] and all(t.is_contiguous() for t in tensors):
+        return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    joined = torch.cat(tensors)
+    for parameter, part in zip(parameters, joined.split([len(t) for t in tensors]), strict=True):
+        parameter.data = part
+    return joined
 
 
 def norm_weight(norm: nn.Module, shape: Shape) -> Tensor:
