@@ -260,7 +260,7 @@ class Cycle:
         if limits is None:
             self.output = output = self.target.extend(tokens)
         else:
-            only_argmax = not (self.rule.reads_logits or self.trace)
+            only_argmax = self.size.shared and not (self.rule.reads_logits or self.rule.judge or self.trace)
             self.output = output = self.target.extend_first(tokens, limits + 1, self.tokens, only_argmax=only_argmax)
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
