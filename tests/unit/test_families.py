@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers as hf
@@ -156,11 +157,26 @@ def test_a_tokenizer_that_cannot_be_read_from_a_file_may_lie_beside_it(
     tmp_path: Path, checkpoints: dict[str, str]
 ) -> None:
     write_model(family_model("Granite 3"), tmp_path / "m.gguf", {})
-    with pytest.raises(SelfJudgeError, match=r"put its tokenizer\.json beside it"):
+    with pytest.raises(SelfJudgeError, match=r"put its tokenizer\.json and tokenizer_config\.json beside it"):
         gguf_tokenizer(tmp_path / "m.gguf")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(checkpoints["target"]) / name, tmp_path)
     assert len(gguf_tokenizer(tmp_path / "m.gguf")) == VOCAB
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(SelfJudgeError, match=r"cannot read the tokenizer beside .*m\.gguf: ") as caught:
+        gguf_tokenizer(tmp_path / "m.gguf")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["Llama", "OLMo 2", "Granite 3"])
+def test_a_window_that_is_not_read_is_refused(family: str, tmp_path: Path) -> None:
+    model, path = family_model(family), tmp_path / "m.gguf"
+    name = f"{model.config.model_type}.attention.sliding_window"
+    write_model(model, path, {}, **{name: (0, gguf.GGUFValueType.UINT32)})
+    open_model(path)
+    write_model(model, path, {}, **{name: (8, gguf.GGUFValueType.UINT32)})
+    with pytest.raises(SelfJudgeError, match=rf"{name} is 8, and such windows are not supported"):
+        open_model(path)
 
 
 @pytest.mark.parametrize("family", ["Phi-3 and 4", "Qwen3", "Gemma 3 (text)"])
@@ -210,6 +226,13 @@ def test_contradictions_of_a_config_are_named(options: dict[str, object], reason
         setattr(config, name, value)
     with pytest.raises(UnknownShapeError, match=reason):
         describe(config)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("granite", "logits_scaling"), ("gemma2", "query_pre_attn_scalar")])
+@pytest.mark.parametrize("value", [0, -4])
+def test_divisors_that_are_not_positive_are_named(kind: str, name: str, value: int) -> None:
+    with pytest.raises(UnknownShapeError, match=f"its {name} is {value}"):
+        describe(hf.AutoConfig.for_model(kind, **{name: value}))
 
 
 def test_a_window_that_holds_the_whole_context_is_none() -> None:

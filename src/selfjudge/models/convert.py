@@ -50,7 +50,7 @@ PIECE = 1 << 20  # weights that a core dequantises at a time
 
 
 def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that a GGUF file carries."""
+    """The tokenizer that a GGUF file carries, or the one beside it where transformers cannot read it."""
     with quiet():
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -59,9 +59,17 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         except Exception as error:  # the reader raises many kinds for a malformed file
             unknown = "is not supported yet" in str(error)  # transformers reads no tokenizer of this architecture
             if not unknown or not (file.parent / "tokenizer.json").is_file():
-                advice = "; put its tokenizer.json beside it" if unknown else ""
+                advice = "; put its tokenizer.json and tokenizer_config.json beside it" if unknown else ""
                 raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}{advice}") from None
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
+            tokenizer = _read_tokenizer_beside(file)
+    return tokenizer
+
+
+def _read_tokenizer_beside(file: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise SelfJudgeError(f"cannot read the tokenizer beside {file}: {first_line(error)}") from None
     return tokenizer
 
 

@@ -290,6 +290,12 @@ class _Metadata:
             raise SelfJudgeError(f"{self.file.path} has rotary embeddings of type {scaling!r}")
         return rope
 
+    def check_window(self) -> None:
+        """Refuse a sliding window in files of an architecture for which `own` does not read it."""
+        name = f"{self.architecture}.attention.sliding_window"
+        if self.architecture not in ("phi3", "gemma2", "gemma3") and (window := self.file.metadata.get(name)):
+            raise SelfJudgeError(f"{self.file.path}: {name} is {window!r}, and such windows are not supported")
+
     def own(self, config: dict[str, Any]) -> dict[str, Any]:
         """What only files of this architecture say, and what llama.cpp knows of their models beside it."""
         heads, width, dim = (config[name] for name in ("num_attention_heads", "hidden_size", "head_dim"))
@@ -330,6 +336,7 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     kv_heads = said.count("attention.head_count_kv", heads)
     head_dim = said.count("attention.key_length", max(1, width // heads))
     check_heads(heads, kv_heads, file.path)
+    said.check_window()
     rotated = said.count("rope.dimension_count", head_dim)
     if head_dim % 2 or (rotated != head_dim if said.architecture != "phi3" else rotated % 2 or rotated > head_dim):
         raise SelfJudgeError(f"{file.path} rotates {rotated} of the {head_dim} columns of a head, not all, in pairs")

@@ -209,6 +209,9 @@ def describe(config: PretrainedConfig) -> Shape:
     activation = read("hidden_activation", getattr(config, "hidden_act", None))
     if activation not in ACTIVATIONS:
         raise UnknownShapeError(f"its activation is {activation!r}")
+    for name in ("logits_scaling", "query_pre_attn_scalar"):  # divisors
+        if not read(name, 1) > 0:
+            raise UnknownShapeError(f"its {name} is {read(name, 1)}")
     kinds, windows = _describe_windows(config, family)
     dim = head_width(config)
     rotary, rotary_dim = _describe_rotary(config, family, kinds)
