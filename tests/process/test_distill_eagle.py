@@ -323,17 +323,17 @@ def test_prompts_of_a_style_begin_as_it_does(pair: Pair, style: str, monkeypatch
 def test_chats_go_on_from_the_targets_answer(pair: Pair) -> None:
     pair.target.generation_config.eos_token_id = [2, *range(20, 32)]
     writer = Writer(pair)
-    chats, report = writer.write_chats(80)
-    assert 3 < len(chats) == report["kept"] < report["written"] == 80
+    chats, report = writer.write_chats(240)
+    assert 3 < len(chats) == report["kept"] < report["written"] == 240
     for chat in chats:
         assert [message["role"] for message in chat] == ["user", "assistant", "user"]
         assert all(message["content"].strip() for message in chat)
-    assert writer.write_chats(80)[0] == chats
+    assert writer.write_chats(240)[0] == chats
 
 
 def test_chats_are_learnt_from(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
     pair.target.generation_config.eos_token_id = [2, *range(20, 32)]
-    wanted = replace(settings, prompts=("self-chats:80", "self-code:30"), steps=2)
+    wanted = replace(settings, prompts=("self-chats:240", "self-code:30"), steps=2)
     result = distill_draft(pair, tmp_path / "out", wanted)
     assert {source["name"]: source["prompts"] > 2 for source in result["sources"]} == {
         "self-chats": True, "self-code": True,

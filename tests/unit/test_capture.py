@@ -12,7 +12,7 @@ from proposals import ARBITRARY, answers_between_captures, prompts_of, requests_
 from selfjudge.decoding import capture
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.cycle import CycleSize, find_cycle, is_captured
-from selfjudge.decoding.gamma import STATIC_CHOICES
+from selfjudge.decoding.gamma import STATIC_CHOICES, PairStatistics
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
@@ -158,6 +158,6 @@ def test_no_more_is_captured_than_an_engine_keeps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(capture, "CAPTURED_CYCLES", 2)
     engines = make_engines()
     engines.reserve(5, 40)
-    assert capture.list_uncaptured(engines, EXACT, 5, 2) == [(1, CycleSize(2)), (2, CycleSize(2))]
+    assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(1, CycleSize(2)), (2, CycleSize(2))]
     capture_cycles(engines, EXACT, 1, (2,))
-    assert capture.list_uncaptured(engines, EXACT, 5, 2) == [(2, CycleSize(2))]
+    assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(2, CycleSize(2))]

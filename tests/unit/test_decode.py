@@ -396,7 +396,7 @@ def gammas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What requests get when they enter, one after the other."""
     left = [3, 1, 0, 5, 2, 4]
     given = iter(left)
-    monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows: next(given))
+    monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows, most: next(given))
     return left
 
 

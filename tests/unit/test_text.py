@@ -129,13 +129,17 @@ def test_figures_of_an_answer(tiny_pair: Pair) -> None:
 
 @pytest.mark.parametrize("rule", [TopK(3), SpeculativeSampling(Sampling(1.0))], ids=lambda rule: rule.name)
 def test_an_answer_names_its_gamma_and_can_be_had_again_with_it(tiny_pair: Pair, rule: AcceptanceRule) -> None:
-    options = {"max_new_tokens": 20, "raw": True, "seed": 5}
+    options = {"max_new_tokens": 20, "raw": True}
     chosen = generate(tiny_pair, "w1 w2 w3", rule, **options)
     assert isinstance(chosen.gamma, int)
     assert chosen.gamma_mean == chosen.gamma
     assert generate(tiny_pair, "w1 w2 w3", rule, gamma=chosen.gamma, **options).tokens == chosen.tokens
     assert generate(tiny_pair, "w1 w2 w3", **options).gamma is None  # chosen for every cycle
     assert generate(tiny_pair, "w1 w2 w3", gamma=2, **options).gamma == 2
+    assert generate(tiny_pair, "w1 w2 w3", gamma=2, **options | {"max_new_tokens": 1}).gamma == 2
+    if rule.sampling is not None:  # with a seed γ is fixed, so that the answer is the same every time
+        seeded = [generate(tiny_pair, "w1 w2 w3", rule, seed=5, **options) for _ in range(3)]
+        assert {(answer.tokens, answer.gamma) for answer in seeded} == {(seeded[0].tokens, 3)}
 
 
 def test_an_answer_that_prefill_ends_has_no_cycle(tiny_pair: Pair) -> None:

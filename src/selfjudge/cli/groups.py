@@ -209,7 +209,7 @@ class DecodeOptions:
     top_p: float = setting(1.0, "Nucleus filter, applied to both models.", above=0, maximum=1)
     top_k: int = setting(0, "Keep the k most likely tokens of both models; 0 is off.", minimum=0)
     stop: tuple[str, ...] = setting((), "Stop string; may be given several times.")
-    seed: int = setting(0, "Seed of the random numbers when sampling.")
+    seed: int | None = setting(None, "Seed of the random numbers when sampling, for the same answer again.")
     raw: bool = setting(False, "Use the prompt as it is, without chat template.")
     engine: str = setting("auto", "What runs the models.", choices=ENGINES)
 

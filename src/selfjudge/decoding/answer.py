@@ -50,8 +50,9 @@ class Answer:
     def take(self, emission: Emission, step: Step) -> list[Piece]:
         """Add the tokens of a step; return the new pieces of text, none unless the answer is streamed."""
         self.gamma = step.drafted
-        if step.cycle and emission.gamma >= 0:
-            self.gamma = self.fixed_gamma = emission.gamma
+        if emission.gamma >= 0:
+            self.fixed_gamma = emission.gamma
+            self.gamma = min(self.gamma, emission.gamma)
         self.drafted += self.gamma
         for phase, spent in step.seconds.items():
             self.seconds[phase] += spent

@@ -41,20 +41,25 @@ def capture_cycles(
 
 
 def list_uncaptured(
-    engines: BatchEngines, rule: AcceptanceRule, rows: int, gamma: Gamma, *, trace: bool = False
+    engines: BatchEngines,
+    rule: AcceptanceRule,
+    rows: int,
+    gamma: Gamma,
+    statistics: PairStatistics,
+    *,
+    trace: bool = False,
 ) -> list[tuple[int, CycleSize]]:
     """The numbers of rows that a batch of at most `rows` may have, each with each size of cycle that it may use, unless
     that is captured; no more in all than an engine keeps."""
     all_rows = sorted({min(engines.target.bucket(n), rows) for n in range(1, rows + 1)})
-    usual = [(n, size) for n in all_rows for size in list_sizes(gamma, rule, n)][:CAPTURED_CYCLES]
+    usual = [(n, size) for n in all_rows for size in list_sizes(gamma, rule, n, statistics)][:CAPTURED_CYCLES]
     return [(n, size) for n, size in usual if not is_captured(engines, rule, size, trace=trace, rows=n)]
 
 
-def list_sizes(gamma: Gamma, rule: AcceptanceRule, rows: int) -> list[CycleSize]:
-    """Every size of cycle that a static engine may use for a batch of this γ and so many rows."""
+def list_sizes(gamma: Gamma, rule: AcceptanceRule, rows: int, statistics: PairStatistics) -> list[CycleSize]:
+    """Every size of cycle that a static engine may use for a batch of this γ and so many rows, by what is known."""
     if gamma != "auto":
         return [CycleSize(gamma)]
-    statistics = PairStatistics()
     policy = RequestGamma(statistics, rule) if rule.depends_on_gamma else GammaController(statistics, rule, static=True)
     return [policy.size(rows, drafts) for drafts in (0, *policy.choices_for(rows))]
 

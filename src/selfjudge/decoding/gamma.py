@@ -197,14 +197,15 @@ class RequestGamma(GammaPolicy):
     KNOWN = 20.0  # cycles after which the counts of a record are believed
     CLEARLY = 1.03  # another γ must be faster by this factor: the same request then gives the same answer
 
-    def choose(self, rows: int) -> int:
-        """γ of requests that enter now, in a batch of so many rows. Where drafts do not pay it is 0, and drafts are
-        tried again so seldom that trying loses no more than `PROBE_BUDGET`."""
+    def choose(self, rows: int, most: int = 0) -> int:
+        """γ of requests that enter now, in a batch of so many rows in which others have at most `most`: cycles draft as
+        much for all. Where drafts do not pay it is 0, and drafts are tried again so seldom that trying loses no more
+        than `PROBE_BUDGET`."""
         table = self.statistics.costs.seconds(rows, self.max_gamma)
         tokens = 1.0 + np.cumsum(np.cumprod(self._find_acceptance(rows).shares(self.max_gamma)))
-        speeds = {gamma: tokens[gamma - 1] / table[gamma] for gamma in self.choices}
+        speeds = {gamma: tokens[gamma - 1] / table[max(gamma, most)] for gamma in self.choices}
         best, record = max(speeds, key=lambda gamma: speeds[gamma]), self._find_record(rows)
-        loss = 1 - speeds[best] * table[0]
+        loss = 1 - speeds[best] * table[most]
         record.plain_entries += 1
         if loss > 0 and record.plain_entries * PROBE_BUDGET < loss:
             return 0
@@ -218,7 +219,7 @@ class RequestGamma(GammaPolicy):
         return []
 
     def observe(self, accepted: NDArray[np.int64], gammas: NDArray[np.int64]) -> None:
-        """Count a cycle in which live row b accepted accepted[b] of gammas[b] drafts; plain rows say nothing."""
+        """Count a cycle in which row b accepted accepted[b] of gammas[b] drafts; rows without drafts say nothing."""
         drafted = gammas > 0
         if drafted.any():
             acceptance = self._find_record(len(gammas)).acceptance

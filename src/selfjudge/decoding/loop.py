@@ -72,7 +72,7 @@ def decode(
     """
     controller: GammaController | RequestGamma | None = None
     if gamma == "auto":
-        statistics = _find_statistics(engines)
+        statistics = find_statistics(engines)
         if rule.depends_on_gamma:
             controller = RequestGamma(statistics, rule)
         else:
@@ -96,12 +96,12 @@ def measure_costs(engines: BatchEngines, rows: int) -> None:
 
     Only engines that run from Python: a static one is measured once a batch has begun, on cycles that it captures.
     """
-    costs = _find_statistics(engines).costs
+    costs = find_statistics(engines).costs
     if not engines.target.static and engines.draft is not None and not costs.covers(rows):
         _measure(engines, costs, rows)
 
 
-def _find_statistics(engines: BatchEngines) -> PairStatistics:
+def find_statistics(engines: BatchEngines) -> PairStatistics:
     """What earlier batches of these engines, or an earlier process, have measured."""
     if (statistics := engines.kept.get("gamma")) is None:
         statistics = engines.kept["gamma"] = PairStatistics(CostTable(engines.shape))
@@ -351,7 +351,10 @@ class _LiveBatch:
         """Give γ to the rows that have entered. Returns the size of the next cycle and the drafts of each row."""
         rows, live = self.rows, ~self.rows.finished
         if self.entered:
-            rows.gamma[live & (rows.gamma < 0)] = controller.choose(len(rows))
+            new = live & (rows.gamma < 0)
+            most = int(rows.gamma[live & ~new].max(initial=0))
+            if new.any():
+                rows.gamma[new] = controller.choose(len(rows), most)
         gammas = np.where(live, rows.gamma, 0)
         gamma = int(gammas.max())
         alike = (gammas[live] == gamma).all()
@@ -363,8 +366,10 @@ class _LiveBatch:
         rows, statistics = len(self.rows), controller.statistics
         costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
         known = (rows in costs.cycles or not usual) and costs.covers(rows)
-        if not known and isinstance(controller, GammaController) and controller.may_share(rows):
-            self._measure_sharing(controller)
+        may_share = isinstance(controller, GammaController) and controller.may_share(rows)
+        if may_share and usual and rows not in costs.sharing:
+            self._measure_sharing(costs)
+            known = known and not costs.sharing.get(rows)  # what was timed is not what will run
         gammas = controller.candidates(rows) if known else [0, *controller.choices_for(rows)]
         sizes = [controller.size(rows, gamma) for gamma in gammas]
         new = [gamma for gamma in gammas if not controller.is_captured(rows, gamma)]
@@ -384,7 +389,7 @@ class _LiveBatch:
                 costs.add(rows, gamma, spent)
             costs.save(rows)
 
-    def _measure_sharing(self, controller: GammaController) -> None:
+    def _measure_sharing(self, costs: CostTable) -> None:
         """Learn whether rows should share what a pass verifies: by what a cycle takes in which they do."""
         rows, drafts = len(self.rows), 3
         sizes = [CycleSize(drafts), CycleSize(drafts + 1, rows * (drafts + 1), shared=True)]
@@ -394,7 +399,7 @@ class _LiveBatch:
             torch.cuda.empty_cache()
             return
         each, shared = (sum(time_cycle(cycle)) for cycle in cycles)
-        controller.statistics.costs.sharing[rows] = shared < SHARING_PAYS * each
+        costs.sharing[rows] = shared < SHARING_PAYS * each
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)
@@ -408,7 +413,7 @@ class _LiveBatch:
         non_finite = bool(outcome.non_finite[live].any())
         if isinstance(self.controller, RequestGamma):
             if started.gammas is not None:
-                self.controller.observe(outcome.accepted[live], started.gammas[live])
+                self.controller.observe(outcome.accepted, np.where(live, started.gammas, 0))
         elif self.controller is not None and started.number:
             self.controller.observe(
                 outcome.accepted, live, verified, seconds, behind=started.behind, shared=outcome.shared

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
-from selfjudge.decoding.loop import decode, measure_costs
+from selfjudge.decoding.loop import decode, find_statistics, measure_costs
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import Sampling
@@ -22,7 +22,7 @@ from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.types import Gamma, Generation, Piece, Step
+from selfjudge.types import Gamma, Generation, Piece, Step, default_gamma
 
 
 class DecodingOptions(TypedDict, total=False):
@@ -54,8 +54,9 @@ class AnswerOptions(DecodingOptions, total=False):
     """Maximum new tokens (default 256)."""
     stop: Sequence[str]
     """Strings that end an answer."""
-    seed: int
-    """Seed of the random numbers, under sampling rules (default 0)."""
+    seed: int | None
+    """Seed of the random numbers, under sampling rules (default 0). With one, γ is a fixed number unless it is given:
+    the answer is the same every time."""
     raw: bool
     """Whether to use the prompt as it is, without chat template."""
 
@@ -89,15 +90,17 @@ def generate(
 
     A rule is text (see `selfjudge ls rules`) or an object; `exact` if not given. `GenerateOptions` lists the options.
     """
-    batch, seed, seeds = options.pop("batch", 8), options.pop("seed", 0), options.pop("seeds", None)
+    batch, seed, seeds = options.pop("batch", 8), options.pop("seed", None), options.pop("seeds", None)
+    seeded = seed is not None or seeds is not None
     limit, stop, raw = options.pop("max_new_tokens", 256), options.pop("stop", ()), options.pop("raw", False)
     if batch < 1:
         raise SelfJudgeError(f"`batch` must be at least 1, not {batch}")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
     all_prompts = cast("Sequence[Prompt]", [prompts] if single else prompts)
-    seeds = [row_seed(seed, i) for i in range(len(all_prompts))] if seeds is None else seeds
+    seeds = [row_seed(seed or 0, i) for i in range(len(all_prompts))] if seeds is None else seeds
     requests = [Request(pair.encode(prompt, raw=raw), limit, seeds[i]) for i, prompt in enumerate(all_prompts)]
-    results = answer_requests(pair, requests, rule, batch=batch, stop=stop, **cast("DecodingOptions", options))
+    decoding = _Decoding(pair, rule, seeded=seeded, **cast("DecodingOptions", options))
+    results = decoding.answer(requests, batch, stop)
     return results[0] if single else results
 
 
@@ -111,17 +114,7 @@ def answer_requests(
     **options: Unpack[DecodingOptions],
 ) -> list[Generation]:
     """Answer prompts of token ids, each with its own limit and seed, `batch` at a time; in the order given."""
-    decoding = _Decoding(pair, rule, **options)
-    lengths = [len(request.prompt) for request in requests]
-    by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # similar lengths together: little padding
-    results: dict[int, Generation] = {}
-    for start in range(0, len(by_length), batch):
-        rows = by_length[start : start + batch]
-        answers = [Answer(pair.tokenizer, stop, lengths[i], streamed=bool(stop)) for i in rows]
-        for _ in decoding.steps([requests[i] for i in rows], dict(enumerate(answers))):
-            pass
-        results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
-    return [results[i] for i in range(len(requests))]
+    return _Decoding(pair, rule, **options).answer(requests, batch, stop)
 
 
 def stream(
@@ -129,10 +122,10 @@ def stream(
 ) -> Stream:
     """Answer one prompt token by token; a rule and options as for `generate`."""
     limit, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
-    ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", 0)
+    ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", None)
     answer = Answer(pair.tokenizer, stop, len(ids))
-    decoding = _Decoding(pair, rule, **cast("DecodingOptions", options))
-    return Stream(answer, decoding.steps([Request(ids, limit, row_seed(seed, 0))], {0: answer}))
+    decoding = _Decoding(pair, rule, seeded=seed is not None, **cast("DecodingOptions", options))
+    return Stream(answer, decoding.steps([Request(ids, limit, row_seed(seed or 0, 0))], {0: answer}))
 
 
 @dataclass
@@ -241,12 +234,16 @@ class _Decoding:
         gamma: Gamma | None = None,
         engine: str = "auto",
         trace: bool = True,
+        seeded: bool = False,
         **rule_options: Any,
     ) -> None:
+        """A sampled answer that is `seeded` has a fixed γ unless one is given."""
         self.pair, self.rule, self.trace = pair, _guard(resolve_rule(pair, rule, **rule_options), pair), trace
         if self.rule.judge is not None:
             self.rule.judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             self.rule.judge.to(pair.target.device)
+        if gamma is None and seeded and self.rule.sampling is not None:
+            gamma = max(default_gamma(pair.target.device.type), self.rule.matches_needed + 1)
         self.gamma: Gamma = "auto" if gamma is None else gamma
         self.engines = PairEngines(pair, engine, drafts=self.gamma != 0)
 
@@ -259,15 +256,29 @@ class _Decoding:
                     measure_costs(engines, 1)
                     measure_costs(engines, rows)
                 return True
-            most = max(size.gamma for size in list_sizes(self.gamma, self.rule, 1))
+            statistics = find_statistics(engines)
+            most = max(size.gamma for size in list_sizes(self.gamma, self.rule, 1, statistics))
             engines.reserve(rows, length + most + 1)
-            left = list_uncaptured(engines, self.rule, rows, self.gamma, trace=self.trace)
+            left = list_uncaptured(engines, self.rule, rows, self.gamma, statistics, trace=self.trace)
             for done, (n, size) in enumerate(left, 1):
                 capture_cycles(engines, self.rule, n, [size], trace=self.trace)
                 notify(done / len(left))
                 if time.perf_counter() >= end:
                     return done == len(left)
         return True
+
+    def answer(self, requests: Sequence[Request], batch: int, stop: Sequence[str]) -> list[Generation]:
+        """Answer all requests, `batch` at a time; in the order given."""
+        lengths = [len(request.prompt) for request in requests]
+        by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # similar lengths together: little padding
+        results: dict[int, Generation] = {}
+        for start in range(0, len(by_length), batch):
+            rows = by_length[start : start + batch]
+            answers = [Answer(self.pair.tokenizer, stop, lengths[i], streamed=bool(stop)) for i in rows]
+            for _ in self.steps([requests[i] for i in rows], dict(enumerate(answers))):
+                pass
+            results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
+        return [results[i] for i in range(len(requests))]
 
     def steps(
         self,
