@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import tiny_head, tiny_model
+from fake_certificate import recipe_folder
 from selfjudge.cli.doctor import _cache
 from selfjudge.cli.main import app
 from selfjudge.decoding.costs import CostTable
@@ -28,6 +29,7 @@ from selfjudge.integrations.vllm.gamma import (
     schedule_gammas,
 )
 from selfjudge.integrations.vllm.serve import RUNNER
+from selfjudge.models.pair import Pair
 
 PAIR = ("org/big", "org/small")
 
@@ -230,3 +232,12 @@ def test_serve_says_which_gamma_it_takes(
     assert start("--rule", "fly", "--load", "256")[1]["num_speculative_tokens"] == 8  # its window is 6
     done = CliRunner().invoke(app, ["serve", "--load", "4"])
     assert "`load` goes with --backend vllm" in str(done.exception)
+
+
+def test_a_recipe_of_plain_decoding_is_not_for_the_worker(tiny_pair: Pair, tmp_path: Path) -> None:
+    folder = recipe_folder(tmp_path / "plain", tiny_pair, rule="exact", certified=False, gamma=0)
+    done = CliRunner().invoke(app, ["serve", "--backend", "vllm", "--recipe", str(folder)])
+    assert (
+        str(done.exception)
+        == f"{folder} decodes plainly (γ 0): serve it without --backend vllm, or its model by vLLM alone"
+    )

@@ -254,6 +254,10 @@ def _choose_vllm_gamma(setup: Setup, flags: list[str], load: int | None) -> Engi
     from selfjudge.models.catalogue import draft_for
 
     models, gamma = setup.models, setup.request.gamma
+    if gamma == 0 and setup.recipe is not None:
+        raise SelfJudgeError(
+            f"{setup.recipe.folder} decodes plainly (γ 0): serve it without --backend vllm, or its model by vLLM alone"
+        )
     if isinstance(gamma, int):
         return EngineGamma(gamma)
     draft, rule = draft_for(models.name, models.draft), setup.resolve()
