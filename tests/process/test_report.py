@@ -241,7 +241,7 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
     assert "Every one of them loses measurably" in make_verdict(lossy).sentences[2]
     unsure = [r if r.name == "exact" else replace(r, delta_ci=(-0.5, 0.5), m_ratio_ci=(0.5, 9.0)) for r in runs]
     assert "(not shown to be a gain) tokens per target pass" in make_verdict(unsure).sentences[0]
-    assert "; of the score no change shown (" in make_verdict(unsure).sentences[0]
+    assert "; the score: no change shown (" in make_verdict(unsure).sentences[0]
     poor = make_verdict([replace(r, score=0.01) for r in lossy]).sentences
     assert poor[0] == "There is little to lose here: exact itself scores 1.0 of 100 points."
     assert poor[1].startswith("judged:R@selfjudge yields")
@@ -251,22 +251,24 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
 
 def test_few_prompts_are_said_to_be_few(small: Path) -> None:
     """With six prompts an interval of [0, 0] is no finding."""
-    found = make_verdict(read_results([small]).runs)
+    runs = read_results([small]).runs
+    found = make_verdict(runs)
     assert found.warning.startswith(
         "Only 6 prompts are scored: up to 39 points may be lost even where no answer changed."
     )
-    runs = [
-        r if r.name == "exact" else replace(r, delta_score=0.0, delta_ci=(0.0, 0.0)) for r in read_results([small]).runs
-    ]
+    for scored, said in ((0, "No prompt is scored: nothing is known"), (1, "Only 1 prompt is scored: up to 95 points")):
+        less = make_verdict([replace(r, n=scored, n_scored=scored) for r in runs if r.task == runs[0].task])
+        assert less.warning.startswith(said)
+    runs = [r if r.name == "exact" else replace(r, delta_score=0.0, delta_ci=(0.0, 0.0)) for r in runs]
     found = make_verdict(runs)
-    assert "of the score too few prompts to tell (+0.0 points)" in found.sentences[0]
+    assert "the score: too few prompts to tell (+0.0 points)" in found.sentences[0]
     assert found.chart.title == "judged:F@j: +25.0 % m, too few prompts to tell"
     shown = found.table.markdown() + make_tables(Results(tuple(runs), ()))["task"][0].markdown()
     assert "[+0.0, +0.0]" not in shown
     assert "[0.0 %" not in shown
     assert all(p.interval is None for c in (found.chart, *trade_offs(runs)) for s in c.series for p in s.points)
     many = make_verdict([replace(r, n_scored=40) for r in runs])
-    assert "of the score no change shown (+0.0 [+0.0, +0.0] points)" in many.sentences[0]
+    assert "the score: no change shown (+0.0 [+0.0, +0.0] points)" in many.sentences[0]
     assert many.sentences[-1] == "No loss is shown for judged:F@j; that is not a proof that nothing is lost."
     assert many.chart.title == "judged:F@j: +25.0 % m, no change shown"
     partly = make_tables(Results(tuple(replace(r, n_scored=r.n - 1) for r in runs), ()))["task"][0].markdown()

@@ -96,6 +96,14 @@ def test_plain_decoding_is_called_so() -> None:
     assert second == "1.00 tokens per pass (m), 0.0 drafted per step (γ): plain decoding"
     assert third.startswith("0 of 5 tokens")
     assert describe_answer(answer(origins=("target",) * 5))[1].endswith("drafts did not pay here")
+    fixed = describe_answer(answer(origins=("target",) * 5, gamma=3))[1]
+    assert fixed.endswith("3.0 drafted per step (γ): no draft was accepted")
+
+
+def test_one_token_is_called_so() -> None:
+    one = describe_answer(answer(tokens=(1,), origins=("target",), cycles=0, drafted=0))
+    assert one[0] == "1 token in 2.0 s, 0.5 tokens/s"
+    assert one[-1].startswith("0 of 1 token was drafted")
 
 
 @pytest.mark.parametrize("label", ["m", "γ"])

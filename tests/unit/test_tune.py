@@ -37,6 +37,7 @@ from selfjudge.tune.calibration import (
     limit_prompts,
     load_calibration,
     refuse_learnt,
+    remark,
 )
 from selfjudge.tune.config import FAMILIES, TuneConfig, list_families, split_by_gamma
 from selfjudge.tune.recipe import Recipe
@@ -470,3 +471,21 @@ def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
     grouped = certificate_markdown(certificate(groups="3998*1 2"))
     assert "On groups of prompts like these 4,000" in grouped
     assert "in the mean over groups of equal weight" in grouped
+
+
+@pytest.mark.parametrize(
+    ("outcome", "unit", "said"),
+    [
+        ({"certified": True}, "prompt", "certified after 1 prompt"),
+        ({"needed": 3}, "group", "not certified: 1 group is too few for the loss shown, about 3 would be enough"),
+        ({"stopped": True}, "prompt", "undecided: the time was up after 1 prompt"),
+    ],
+)
+def test_one_observation_is_called_so(outcome: dict[str, Any], unit: str, said: str) -> None:
+    usual = {"needed": None, "tried": True, "certified": False, "stopped": False, "decision": {"refuted_at": 1}}
+    assert remark("why", usual | outcome, 1, unit) == said
+
+
+def test_one_minute_is_called_so() -> None:
+    said = remark("late", {"minutes": 1.0, "max_new_tokens": 5}, 1.2, 4)
+    assert said.startswith("1 minute may be too few: if answers have 5 tokens, there is time for about 1 prompt, under")

@@ -11,7 +11,7 @@ from typing import Any
 from selfjudge.report.charts import Chart, Point, Series
 from selfjudge.report.demo import show_token
 from selfjudge.report.draw import draw
-from selfjudge.report.formats import Sentences, fixed, points, show_text, signed_points, tenths, whole
+from selfjudge.report.formats import Sentences, fixed, points, show_count, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
 from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, escape, word_column
 from selfjudge.report.verdict import LOW_SCORE
@@ -133,7 +133,9 @@ def _split_candidates(certificate: Mapping[str, Any]) -> tuple[Table, str]:
 
 def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
     """The capital of the bet over the prompts; it is won at the dotted line."""
-    course = tuple(Point(t, value, f"after {t} prompts: ln K = {value:.4f}") for t, value in evidence["log_capital"])
+    course = tuple(
+        Point(t, value, f"after {show_count(t, 'prompt')}: ln K = {value:.4f}") for t, value in evidence["log_capital"]
+    )
     series = (Series(rule, 1, course, marked=False),)
     return Chart("evidence", "Evidence over prompts", "prompts", "ln of the capital", series, level=evidence["goal"])
 

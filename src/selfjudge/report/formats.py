@@ -29,6 +29,11 @@ whole, tenths, thousandths = (partial(fixed, digits=digits) for digits in (0, 1,
 signed = partial(fixed, sign="+")
 
 
+def show_count(n: int, noun: str) -> str:
+    """A number of things: 1 prompt, 2,000 prompts."""
+    return f"{whole(n)} {noun}{'' if n == 1 else 's'}"
+
+
 def points(value: float | None) -> str:
     """A share in points."""
     return fixed(None if value is None else 100 * value, 1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, in_points, put_far_points_at_the_edge
-from selfjudge.report.formats import Sentences, change, fixed, gain, signed_points, whole
+from selfjudge.report.formats import Sentences, change, fixed, gain, show_count, signed_points
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
 from selfjudge.report.table import AGREEMENT, PER_PASS, RULE, Column, Row, Table, score_column
 from selfjudge.report.tables import average_row
@@ -44,7 +44,7 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     where = f"{', '.join(map(task_title, tasks))}, γ = {gamma}" + (f", {pair}" if len(counts) > 1 else "")
     score = sum(run.score for run in exact) / len(exact)
     n = sum(run.n for run in exact)
-    sentences = _sentences(rows[1:], f"{where}; {whole(n)} prompts", score)
+    sentences = _sentences(rows[1:], f"{where}; {show_count(n, 'prompt')}", score)
     warning = _say("few", sum(run.scored for run in exact))
     return VerdictSection(sentences, _chart(rows), _table(rows, where), warning)
 

@@ -90,7 +90,7 @@ class RuleTrial:
     @property
     def why(self) -> str:
         """The outcome in words."""
-        unit = "prompts" if max(self.sizes, default=1) == 1 else "groups"
+        unit = "prompt" if max(self.sizes, default=1) == 1 else "group"
         return remark("why", self, len(self.observations), unit)
 
 
