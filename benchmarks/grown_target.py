@@ -57,7 +57,11 @@ def grow_target(small: PreTrainedModel, layers: int) -> PreTrainedModel:
     if getattr(grown, "layer_types", None):
         grown.layer_types = [grown.layer_types[0]] * layers
     with torch.device(small.device):
-        large = AutoModelForCausalLM.from_config(grown, dtype=small.dtype).eval().requires_grad_(False)
+        large = (
+            AutoModelForCausalLM.from_config(grown, dtype=small.dtype, trust_remote_code=False)
+            .eval()
+            .requires_grad_(False)
+        )
     old, new, where = small.base_model, large.base_model, places(config.num_hidden_layers, layers)
     new.embed_tokens.weight.copy_(torch.cat([old.embed_tokens.weight] * 2, 1))
     new.norm.weight.copy_(widen(old.norm.weight) * 0.5)

@@ -339,6 +339,22 @@ def test_rows_that_share_drafts_give_the_same_tokens(draft_kind: str, monkeypatc
     assert any(len(set(limits)) > 1 for _, limits in seen)
 
 
+@pytest.mark.parametrize("engine_kind", ["cuda"], indirect=True)
+def test_sharing_is_measured_whichever_rule_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfjudge.decoding.gamma.SHARED_ROWS", 4)
+    target, prompts = tiny_model(seed=1), prompts_of([4, 9, 7, 12])
+    engines = engines_of(target, tiny_model(seed=2))
+    costs = loop.find_statistics(engines).costs
+    for rule in (TopK(3), Exact()):
+        assert not costs.sharing
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for step in decode(engines, requests_of(prompts, 12, None), rule):
+            for emission in step.emissions:
+                tokens[emission.row] += emission.tokens
+    assert set(costs.sharing) == {4}
+    assert tokens == [greedy(target, p, 12) for p in prompts]
+
+
 @pytest.fixture
 def random_limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let every row verify a random number of the drafts, another one in each cycle; returns those numbers."""

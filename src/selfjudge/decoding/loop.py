@@ -366,10 +366,8 @@ class _LiveBatch:
         rows, statistics = len(self.rows), controller.statistics
         costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
         known = (rows in costs.cycles or not usual) and costs.covers(rows)
-        may_share = isinstance(controller, GammaController) and controller.may_share(rows)
-        if may_share and usual and rows not in costs.sharing:
-            self._measure_sharing(costs)
-            known = known and not costs.sharing.get(rows)  # what was timed is not what will run
+        if usual and isinstance(controller, GammaController) and self._begins_to_share(controller):
+            known = False  # what was timed is not what will run
         gammas = controller.candidates(rows) if known else [0, *controller.choices_for(rows)]
         sizes = [controller.size(rows, gamma) for gamma in gammas]
         new = [gamma for gamma in gammas if not controller.is_captured(rows, gamma)]
@@ -389,17 +387,21 @@ class _LiveBatch:
                 costs.add(rows, gamma, spent)
             costs.save(rows)
 
-    def _measure_sharing(self, costs: CostTable) -> None:
-        """Learn whether rows should share what a pass verifies: by what a cycle takes in which they do."""
-        rows, drafts = len(self.rows), 3
+    def _begins_to_share(self, controller: GammaController) -> bool:
+        """Measure once whether rows should share what a pass verifies, by what a cycle takes in which they do; return
+        whether they do from now on."""
+        rows, drafts, costs = len(self.rows), 3, controller.statistics.costs
+        if not controller.may_share(rows) or rows in costs.sharing:
+            return False
         sizes = [CycleSize(drafts), CycleSize(drafts + 1, rows * (drafts + 1), shared=True)]
         try:
             cycles = capture_cycles(self.engines, self.rule, rows, sizes, trace=self.trace)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            return
+            return False
         each, shared = (sum(time_cycle(cycle)) for cycle in cycles)
         costs.sharing[rows] = shared < SHARING_PAYS * each
+        return costs.sharing[rows]
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)
