@@ -101,4 +101,4 @@ def test_a_certificate(
         hurry = " --minutes 0.2 --max-new-tokens 32" if line.startswith("selfjudge tune") else ""
         run(monkeypatch, line + hurry)  # of an option that is given twice the last counts
         shown = capsys.readouterr().out
-        assert not hurry or re.search(r"certified ≤|use exact", shown)
+        assert not hurry or re.search(r"certified ≤|[Uu]se (exact|plain)", shown)
