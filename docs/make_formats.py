@@ -1,4 +1,4 @@
-"""Print docs/formats.md: the text of templates/formats.md, and a table of each schema; `make docs` writes it and a test compares.
+"""Print docs/formats.md: the text of templates/formats.md.in, and a table of each schema; `make docs` writes it and a test compares.
 
 Keys, types and meanings come from the schemas that files are read through: `store/formats.json`, and two dataclasses whose
 meanings stand here.
@@ -104,7 +104,7 @@ def table(name: str) -> str:
     return markdown_table(["key", "what it is"], rows, "ll")
 
 
-page = (Path(__file__).parent / "templates" / "formats.md").read_text(encoding="utf-8")
+page = (Path(__file__).parent / "templates" / "formats.md.in").read_text(encoding="utf-8")
 for schema_name in SCHEMAS:
     page = page.replace(f"{{{schema_name}}}", table(schema_name))
 print(page, end="")

@@ -412,7 +412,7 @@ def figure(name: str) -> str:
 
 def page(name: str) -> str:
     """A page: its template with tables and figures; links to files from where the page lies."""
-    text = (ROOT / "docs" / "templates" / name).read_text()
+    text = (ROOT / "docs" / "templates" / f"{name}.in").read_text()
     text = re.sub(r"\{\{(.+?)\}\}", lambda found: figure(found[1]), text)
     return text.replace("](FILES", "](" + ("" if name == "README.md" else "../"))
 

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -128,16 +129,9 @@ def write_model(
 def _start(path: Path, config: Any) -> gguf.GGUFWriter:
     """The metadata that llama.cpp's converter writes for a family."""
     name, rope = config.model_type.removesuffix("_text"), config.rope_parameters
-    writer = gguf.GGUFWriter(path, name)
     rope = rope.get("full_attention", rope)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    flat = SimpleNamespace(**config.to_dict() | {"model_type": name, "rope_parameters": rope})
+    writer = start_gguf(path, flat)  # type: ignore[arg-type]
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
