@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-MAX_GAMMA = 20
-"""Maximum draft tokens of a cycle, everywhere: the longest blocks that the paper uses."""
-Gamma = int | Literal["auto"]
-"""Draft tokens of a cycle, or `auto`: chosen while decoding (`decoding/gamma.py`)."""
+MAX_GAMMA = 20  # maximum draft tokens of a cycle, everywhere: the longest blocks that the paper uses
+Gamma = int | Literal["auto"]  # draft tokens of a cycle, or `auto`: chosen while decoding (`decoding/gamma.py`)
 ENGINES = ("auto", "reference", "cpu", "cuda")
 GLOSSARY = {
     "m": "tokens per pass",
@@ -34,8 +32,7 @@ GLOSSARY = {
     "strictness": "how sure a rule must be before it accepts a draft that is not the target's choice",
 }
 """What the short names of tables mean: the same words on the terminal, in pages and in the playground."""
-DEFAULT_THETA = "R"
-"""The default threshold of a judge, everywhere: the strict one of the two that it is trained with."""
+DEFAULT_THETA = "R"  # the default threshold of a judge, everywhere: the strict one of the two that it is trained with
 
 
 def explain(*labels: str) -> str:
@@ -127,12 +124,9 @@ Origin = Literal["draft", "judge", "target"]
 
 Finish = Literal["eos", "length", "stop"]
 
-Notify = Callable[[str, float], None]
-"""Takes a report of progress: the stage, and the share of it that is done."""
-Tell = Callable[[float], None]
-"""Takes the share that is done of work that has no stages."""
-Warn = Callable[[str], None]
-"""Takes a warning of one line."""
+Notify = Callable[[str, float], None]  # takes a report of progress: the stage, and the share of it that is done
+Tell = Callable[[float], None]  # takes the share that is done of work that has no stages
+Warn = Callable[[str], None]  # takes a warning of one line
 
 
 def ignore(*_: object) -> None:
@@ -143,10 +137,8 @@ def ignore(*_: object) -> None:
 class Block:
     """What one verification pass over `[last token, d_1 … d_γ]` knows; a rule turns it into a Verdict."""
 
-    draft_tokens: Tensor
-    """[B, γ] the drafts d_1 … d_γ."""
-    target_logits: Tensor
-    """[B, γ+1, V] row i−1 predicts d_i; the last row predicts the bonus token."""
+    draft_tokens: Tensor  # [B, γ] the drafts d_1 … d_γ
+    target_logits: Tensor  # [B, γ+1, V] row i−1 predicts d_i; the last row predicts the bonus token
     hidden: Tensor | None = None
     """[B, γ+1, H] the tensor that feeds the LM head (after the final norm); row i is the state *at* d_i."""
     draft_logits: Tensor | None = None
@@ -169,48 +161,35 @@ class Block:
 class Verdict:
     """What a rule decided about a Block."""
 
-    n_accepted: Tensor
-    """[B] k: d_1 … d_k are accepted, d_{k+1} is the first that is rejected."""
-    next_token: Tensor
-    """[B] the target's correction at k+1, or the bonus token where k is the number of drafts."""
-    judged: Tensor
-    """[B, γ] the draft was accepted although the alignment rule rejects it."""
-    non_finite: Tensor
-    """[] whether a non-finite logit or hidden state was met (alignment alone decided there)."""
+    n_accepted: Tensor  # [B] k: d_1 … d_k are accepted, d_{k+1} is the first that is rejected
+    next_token: Tensor  # [B] the target's correction at k+1, or the bonus token where k is the number of drafts
+    judged: Tensor  # [B, γ] the draft was accepted although the alignment rule rejects it
+    non_finite: Tensor  # [] whether a non-finite logit or hidden state was met (alignment alone decided there)
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedToken:
     """A token that was accepted against the target's choice."""
 
-    index: int
-    """Index among the tokens of the answer; in an `Emission`, which has no text, among those of the emission."""
+    index: int  # index among the tokens of the answer; in an `Emission`, which has no text, among those of the emission
     token: int
     text: str
-    probability: float
-    """The target's probability of the token."""
-    target_token: int
-    """The target's most likely token."""
+    probability: float  # the target's probability of the token
+    target_token: int  # the target's most likely token
     target_text: str
-    target_probability: float
-    """The target's probability of that token."""
-    score: float | None
-    """The judge's P(acceptable); None under rules without a judge."""
+    target_probability: float  # the target's probability of that token
+    score: float | None  # the judge's P(acceptable); None under rules without a judge
 
 
 class Emission(NamedTuple):
     """What one row got from one step."""
 
-    row: int
-    """Index into the prompts handed to `decode`."""
+    row: int  # index into the prompts handed to `decode`
     tokens: tuple[int, ...]
     origins: tuple[Origin, ...]
-    finish: Finish | None = None
-    """Why the row ended with this emission; None while it goes on."""
-    judged: tuple[JudgedToken, ...] = ()
-    """Its tokens of origin `judge`, where the loop was asked to trace them."""
-    gamma: int = -1
-    """γ of the row where it stays the same for the whole answer, else −1."""
+    finish: Finish | None = None  # why the row ended with this emission; None while it goes on
+    judged: tuple[JudgedToken, ...] = ()  # its tokens of origin `judge`, where the loop was asked to trace them
+    gamma: int = -1  # γ of the row where it stays the same for the whole answer, else −1
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,10 +201,8 @@ class TokenColumn(Sequence[Emission]):
 
     rows: NDArray[Any]
     tokens: NDArray[Any]
-    ended: NDArray[Any]
-    """0 goes on, 1 end token, 2 length limit."""
-    gammas: NDArray[Any]
-    """As `Emission.gamma`."""
+    ended: NDArray[Any]  # 0 goes on, 1 end token, 2 length limit
+    gammas: NDArray[Any]  # as `Emission.gamma`
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -247,8 +224,7 @@ class Piece:
     text: str
     token: int
     origin: Origin
-    judged: JudgedToken | None = None
-    """What the target wanted instead, where the token was accepted against it."""
+    judged: JudgedToken | None = None  # what the target wanted instead, where the token was accepted against it
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,16 +236,12 @@ class Step:
 
     cycle: int
     emissions: Sequence[Emission]
-    seconds: Mapping[str, float]
-    """Wall clock of this step by phase: draft, target, judge, rule."""
-    non_finite: bool = False
-    """Whether a non-finite logit or hidden state was met."""
-    drafted: int = 0
-    """Draft tokens of a row in this step: the most where rows have unlike γ."""
+    seconds: Mapping[str, float]  # wall clock of this step by phase: draft, target, judge, rule
+    non_finite: bool = False  # whether a non-finite logit or hidden state was met
+    drafted: int = 0  # draft tokens of a row in this step: the most where rows have unlike γ
     cost: float = 0.0
     """With γ = auto: seconds that the table of costs has for this step, whatever else the machine does; else 0."""
-    plain_cost: float = 0.0
-    """The same of a step without drafts."""
+    plain_cost: float = 0.0  # the same of a step without drafts
 
 
 PHASES = ("draft", "target", "judge", "rule")
@@ -287,10 +259,8 @@ class Generation:
     prompt_tokens: int
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall clock by phase plus `total`; in a batch, the time of the passes this row took part in."""
-    judged_tokens: tuple[JudgedToken, ...] = ()
-    """The tokens of origin `judge`, and what the target wanted there."""
-    drafted: int = 0
-    """Draft tokens of all cycles, accepted or not."""
+    judged_tokens: tuple[JudgedToken, ...] = ()  # the tokens of origin `judge`, and what the target wanted there
+    drafted: int = 0  # draft tokens of all cycles, accepted or not
     gamma: int | None = None
     """γ where it was the same for the whole answer: given, or chosen when the request entered; else None."""
     speed_over_plain: float | None = None

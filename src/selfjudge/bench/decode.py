@@ -32,14 +32,10 @@ class TimedRun:
     name: str
     pair: Pair
     gamma: Gamma
-    rule: AcceptanceRule | None
-    """The rule of our loop; None is transformers."""
-    seconds: list[float] = field(default_factory=list)
-    """Seconds of each repeat."""
-    tokens: list[tuple[int, ...]] = field(default_factory=list)
-    """The answers of the last repeat."""
-    generations: list[Generation] = field(default_factory=list)
-    """The same answers as our loop describes them."""
+    rule: AcceptanceRule | None  # the rule of our loop; None is transformers
+    seconds: list[float] = field(default_factory=list)  # of each repeat
+    tokens: list[tuple[int, ...]] = field(default_factory=list)  # the answers of the last repeat
+    generations: list[Generation] = field(default_factory=list)  # the same answers as our loop describes them
 
     @property
     def dtype(self) -> str:

@@ -36,8 +36,7 @@ FIGURES = (
     "tokens_per_second", "speed_over_plain",
 )  # fmt: skip
 """What `--json` prints of a generation as it is."""
-SHARED = ("default_rule", "name", "api_key", "allowed_host", "shadow")
-"""Settings of our server that vLLM's takes, too."""
+SHARED = ("default_rule", "name", "api_key", "allowed_host", "shadow")  # settings of our server that vLLM's takes, too
 TINTS = {"draft": "green", "judge": "black on yellow", "target": ""}
 LEGEND = {
     "draft": "drafted, and the target's choice: saved a pass each",

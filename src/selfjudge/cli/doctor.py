@@ -22,8 +22,7 @@ from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.device import available_memory
 from selfjudge.store import home, machine, measured_on, versions
 
-EXTRAS = {"serve": "selfjudge serve", "eval": "benchmarks", "vllm": "vLLM"}
-"""What each extra of the package is for."""
+EXTRAS = {"serve": "selfjudge serve", "eval": "benchmarks", "vllm": "vLLM"}  # what each extra of the package is for
 ROOM = 3_000_000_000
 """Bytes on the disk below which a pull may fail: the larger embedded model while it is put together."""
 
@@ -35,9 +34,7 @@ class Check:
     name: str
     ok: bool
     found: str
-    """What was found."""
-    mend: str = ""
-    """The command that installs it, or a few words where none does."""
+    mend: str = ""  # the command that installs it, or a few words where none does
 
 
 def doctor(as_json: AsJson = False) -> None:

@@ -23,13 +23,11 @@ class Schedule:
     """How long a draft is trained, and how fast."""
 
     minutes: float = 8.0
-    steps: int | None = None
-    """Steps of training instead of minutes: such a training can be repeated."""
+    steps: int | None = None  # steps of training instead of minutes: such a training can be repeated
     rate: float = 4e-3
     batch_tokens: int = 65536
     evaluations: int = 10
-    patience: int = 4
-    """Evaluations without a gain after which training ends."""
+    patience: int = 4  # evaluations without a gain after which training ends
     seed: int = 0
 
 

@@ -54,8 +54,7 @@ class DataMaker:
     pair: Pair
     config: DistillConfig
     run: RunFolder
-    data: Path | None
-    """The folder of the benchmarks' files."""
+    data: Path | None  # the folder of the benchmarks' files
     notify: Notify
 
     def make(self) -> Dataset:
@@ -228,8 +227,7 @@ class Dataset:
 
     training: Corpus
     held_out: Corpus
-    report: dict[str, Any]
-    """What became of the prompts, by source."""
+    report: dict[str, Any]  # what became of the prompts, by source
 
 
 @dataclass
@@ -237,16 +235,13 @@ class Corpus:
     """Answers in memory, flat; on the device if they fit."""
 
     tokens: Tensor
-    starts: Tensor
-    """Where each sequence begins in `tokens`."""
+    starts: Tensor  # where each sequence begins in `tokens`
     prompt_lengths: Tensor
     lengths: Tensor
-    answers: Tensor
-    """Where each sequence's answer begins in `log_p` and `index`."""
+    answers: Tensor  # where each sequence's answer begins in `log_p` and `index`
     log_p: Tensor | None
     """The target's top-k log-probabilities at every token of the answers; None where the target is asked again."""
-    index: Tensor | None
-    """The tokens that `log_p` belongs to."""
+    index: Tensor | None  # the tokens that `log_p` belongs to
     sources: list[str]
 
     @classmethod

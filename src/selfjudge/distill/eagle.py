@@ -34,16 +34,11 @@ LOSS_ROWS = 4096  # rows of logits at a time
 class TargetPass:
     """What the target computed for some sequences in one pass."""
 
-    ids: Tensor
-    """[B, T] the tokens."""
-    prompts: Tensor
-    """[B] number of tokens of the prompt."""
-    lengths: Tensor
-    """[B] number of tokens of prompt and answer."""
-    features: Tensor
-    """[B, T, 3H] the states that the head reads."""
-    states: Tensor
-    """[B, T, H] after the final norm: what the output matrix multiplies."""
+    ids: Tensor  # [B, T] the tokens
+    prompts: Tensor  # [B] number of tokens of the prompt
+    lengths: Tensor  # [B] number of tokens of prompt and answer
+    features: Tensor  # [B, T, 3H] the states that the head reads
+    states: Tensor  # [B, T, H] after the final norm: what the output matrix multiplies
 
     @property
     def columns(self) -> Tensor:
@@ -112,8 +107,7 @@ class HeadLearner:
 
     target: PreTrainedModel
     head: EagleHead
-    sizes: Tensor
-    """[3H] the sizes of the features, by which they are divided."""
+    sizes: Tensor  # [3H] the sizes of the features, by which they are divided
     data: Dataset
     unroll: int
     layers: tuple[str, ...] = ("fc.", "layers.")

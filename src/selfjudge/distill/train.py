@@ -34,8 +34,7 @@ class TrainingState:
     seconds: float = 0.0
     tokens: int = 0
     epoch: int = 0
-    position: int = 0
-    """Batches of this epoch already seen."""
+    position: int = 0  # batches of this epoch already seen
     best: float = 0.0
     without_gain: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -44,10 +43,8 @@ class TrainingState:
 class HeldOutScore(NamedTuple):
     """How good a learner is on held-out answers."""
 
-    score: float
-    """The figure by which the best weights are chosen: larger is better."""
-    figures: dict[str, Any]
-    """All figures, for the history."""
+    score: float  # the figure by which the best weights are chosen: larger is better
+    figures: dict[str, Any]  # all figures, for the history
     text: str
 
 
@@ -55,8 +52,7 @@ class Learner(Protocol):
     """A model in training: its parameters, its loss and its measure."""
 
     data: Dataset
-    layers: tuple[str, ...]
-    """Prefixes of the names of parameters in layers: Muon trains the matrices among them."""
+    layers: tuple[str, ...]  # prefixes of the names of parameters in layers: Muon trains the matrices among them
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 

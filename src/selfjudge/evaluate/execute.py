@@ -33,8 +33,7 @@ NOT_COMPARED: Mapping[str, Any] = {
     "delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None, "compared_with": None,
 }  # fmt: skip
 """The fields that a comparison with `exact` fills in."""
-PART_ONLY = ("token_ids", "origins", "judged_tokens")
-"""Keys that rows lose when the parts are joined."""
+PART_ONLY = ("token_ids", "origins", "judged_tokens")  # keys that rows lose when the parts are joined
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 Answers = tuple[list[Generation], dict[str, float]]
 """The answers to prompts, in their order, and the seconds by phase with their `total`."""
@@ -43,12 +42,9 @@ Answers = tuple[list[Generation], dict[str, float]]
 class Answerer(ABC):
     """Answers prompts that one rule decodes together."""
 
-    engine: str
-    """Name of what runs the models."""
-    one_gamma = False
-    """Whether another γ takes another start of the engine: then γ is not measured."""
-    trace = False
-    """Whether answers are to say what the target wanted at judged tokens, which takes some time."""
+    engine: str  # name of what runs the models
+    one_gamma = False  # whether another γ takes another start of the engine: then γ is not measured
+    trace = False  # whether answers are to say what the target wanted at judged tokens, which takes some time
 
     @property
     @abstractmethod
@@ -101,8 +97,7 @@ class Evaluation:
     answerer: Answerer
     out: Path
     config: EvalConfig
-    entails: Entails | None = None
-    """The model that measures factual consistency, if anything does."""
+    entails: Entails | None = None  # the model that measures factual consistency, if anything does
 
 
 class Execution:

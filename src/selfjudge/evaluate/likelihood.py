@@ -24,12 +24,9 @@ KEPT_SUBSTITUTIONS = 50
 class Likelihood:
     """The target's view of an answer."""
 
-    log_p: list[float]
-    """Log-probability of each token."""
-    choices: list[int]
-    """The target's most likely token at each position."""
-    choice_log_p: list[float]
-    """Log-probabilities of `choices`."""
+    log_p: list[float]  # log-probability of each token
+    choices: list[int]  # the target's most likely token at each position
+    choice_log_p: list[float]  # log-probabilities of `choices`
     scores: list[float | None]
     """The judge's score of each token but the last, whose hidden state no pass holds; None without a judge."""
 

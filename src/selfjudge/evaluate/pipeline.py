@@ -29,8 +29,7 @@ from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.tasks import split_of
 from selfjudge.types import Notify, Warn, default_gamma, ignore
 
-SHARED = ("limit", "max_new_tokens", "batch", "seed")
-"""Settings that all runs of a folder have in common."""
+SHARED = ("limit", "max_new_tokens", "batch", "seed")  # settings that all runs of a folder have in common
 
 
 def evaluate_rules(

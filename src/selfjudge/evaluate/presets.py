@@ -18,31 +18,21 @@ PAPER_PAIRS = _DECLARED.pop("pairs")  # target and draft of the paper's own pair
 class Preset:
     """What is labelled, trained and evaluated."""
 
-    prompts: tuple[str, ...]
-    """Prompts labelled by likelihood (SelfJudge)."""
-    auto: tuple[str, ...]
-    """Prompts labelled by preserved answers (AutoJudge)."""
-    auto_plus: tuple[str, ...]
-    """Prompts labelled by the target's own verdict (AutoJudge+)."""
+    prompts: tuple[str, ...]  # prompts labelled by likelihood (SelfJudge)
+    auto: tuple[str, ...]  # prompts labelled by preserved answers (AutoJudge)
+    auto_plus: tuple[str, ...]  # prompts labelled by the target's own verdict (AutoJudge+)
     tasks: tuple[str, ...]
     limit: int | None = None
-    sweep_tasks: tuple[str, ...] = ()
-    """Tasks on which thresholds and N are swept."""
+    sweep_tasks: tuple[str, ...] = ()  # tasks on which thresholds and N are swept
     gamma: int = 10
-    gammas: tuple[int, ...] = ()
-    """Other γ, for `exact` and the main judges on the first task."""
-    task_gammas: dict[str, int] = field(default_factory=dict)
-    """Tasks with a γ of their own."""
-    label_tokens: int = 512
-    """Maximum new tokens of an answer that is labelled."""
-    eval_tokens: int | None = None
-    """Maximum new tokens of an answer that is evaluated; the task's own number if None."""
-    calibrate_prompts: int = 100
-    """Prompts to find τ with, if none ships with the pair."""
+    gammas: tuple[int, ...] = ()  # other γ, for `exact` and the main judges on the first task
+    task_gammas: dict[str, int] = field(default_factory=dict)  # tasks with a γ of their own
+    label_tokens: int = 512  # maximum new tokens of an answer that is labelled
+    eval_tokens: int | None = None  # maximum new tokens of an answer that is evaluated; the task's own number if None
+    calibrate_prompts: int = 100  # prompts to find τ with, if none ships with the pair
     substitutions: int | None = 30
     originals: bool = False
-    released: bool = False
-    """Whether a judge is also trained as in the authors' code, which differs from the paper."""
+    released: bool = False  # whether a judge is also trained as in the authors' code, which differs from the paper
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from ipaddress import ip_address
 
 from selfjudge.integrations.asgi import ASGI, Receive, Scope, Send, refuse
 
-VARIABLE = "SELFJUDGE_ALLOWED_HOSTS"
-"""The variable that has, in front of vLLM, the allowed names as JSON."""
+VARIABLE = "SELFJUDGE_ALLOWED_HOSTS"  # the variable that has, in front of vLLM, the allowed names as JSON
 MIDDLEWARE = "selfjudge.integrations.hosts.HostGuard"  # for vLLM's `--middleware`
 ALLOWED = re.compile(r"[\w.*-]+|\[?[0-9a-fA-F]*:[\w:.%]*\]?")
 """A name, with `*` for any part of it, or an address; without a port."""

@@ -54,10 +54,8 @@ class JudgeConfig:
     """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""
     margin_limit: Annotated[float, Range(0, -LOWEST)] | None = None
     """The judge has no say where the target prefers its own token by more than so many nats."""
-    sources: tuple[str, ...] = ()
-    """Sources of the prompts that it was labelled with, where they are known."""
-    labels_sha256: str = ""
-    """SHA-256 over the checksums of all files of its label folders."""
+    sources: tuple[str, ...] = ()  # sources of the prompts that it was labelled with, where they are known
+    labels_sha256: str = ""  # SHA-256 over the checksums of all files of its label folders
     quality_curve: tuple[tuple[Share, Share], ...] = ()
     """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
     thresholds: Mapping[str, Share] = field(default_factory=dict)

@@ -25,8 +25,7 @@ SAME_QUESTION = Path(__file__).with_name("same.txt").read_text("utf-8")
 class Original:
     """A finished response of the target, and the answer in it that must be kept."""
 
-    row: Row
-    """Row of the response: prompt, tokens, and the task's row if there is one."""
+    row: Row  # row of the response: prompt, tokens, and the task's row if there is one
     answer: Any
     check: OutcomeCheck
 
@@ -58,8 +57,7 @@ class Substitution:
 class OutcomeCheck:
     """Says which new responses keep the answers of the original ones."""
 
-    unclear = 0
-    """Number of verdicts that could not be understood."""
+    unclear = 0  # number of verdicts that could not be understood
 
     def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[bool]:
         """Whether the response that each substitution led to keeps the answer."""

@@ -82,13 +82,10 @@ def find_mismatches(
 class Candidate(NamedTuple):
     """A draft token at one place of a response, with its scores."""
 
-    response: Row
-    """Row of the target's original response."""
+    response: Row  # row of the target's original response
     case: Case
-    scores: Scores
-    """Scores of all places of the case."""
-    k: int
-    """Index of the place in the case."""
+    scores: Scores  # scores of all places of the case
+    k: int  # index of the place in the case
 
 
 def label_by_likelihood(

@@ -52,10 +52,8 @@ class _LabelRun:
     data: Path | None
     notify: Notify
     warn: Warn
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Wall clock by stage."""
-    labelled: int = 0
-    """Number of rows made by this process."""
+    seconds: dict[str, float] = field(default_factory=dict)  # wall clock by stage
+    labelled: int = 0  # number of rows made by this process
 
     def timed(self, stage: str, work: Callable[..., T], *arguments: Any) -> T:
         """Run a stage and note how long it took."""

@@ -24,10 +24,8 @@ class Event:
     """A substitution that was tried."""
 
     substitution: Substitution
-    kept: bool
-    """Whether the answer was preserved: then the token is unimportant."""
-    tokens: int
-    """Number of tokens that the target read and wrote to find out."""
+    kept: bool  # whether the answer was preserved: then the token is unimportant
+    tokens: int  # number of tokens that the target read and wrote to find out
 
 
 @dataclass

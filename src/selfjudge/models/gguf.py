@@ -30,8 +30,7 @@ BLOCKS = {
 }  # fmt: skip
 """Block types by their number in a file: name, weights per block, bytes per block."""
 
-RECODED = frozenset({10, 11, 20, 23})
-"""Block types that the CPU kernel does not multiply: they are read as int8."""
+RECODED = frozenset({10, 11, 20, 23})  # block types that the CPU kernel does not multiply: they are read as int8
 
 ARCHITECTURES = {
     name: {"gemma3": "gemma3_text"}.get(name, name)

@@ -22,14 +22,10 @@ _T = TypeVar("_T")
 class LoadedModel:
     """What target and draft share. Where the weights stay in a GGUF file, the module has their shapes alone."""
 
-    module: PreTrainedModel | EagleHead | None
-    """None: it is in a remote engine alone."""
-    reference: str = ""
-    """Embedded name, hub id or path that it was loaded from."""
-    sha256: str = ""
-    """Hash of the weights; empty where none is known."""
-    int8: bool | None = False
-    """Whether the CPU engine quantises the weights to int8; None: where it can."""
+    module: PreTrainedModel | EagleHead | None  # None: it is in a remote engine alone
+    reference: str = ""  # embedded name, hub id or path that it was loaded from
+    sha256: str = ""  # hash of the weights; empty where none is known
+    int8: bool | None = False  # whether the CPU engine quantises the weights to int8; None: where it can
     kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """What engines keep for the next batch: packed weights, idle engines with their captured graphs."""
 
@@ -66,8 +62,7 @@ class Target(LoadedModel):
     """A causal LM of transformers; any model that generates text by itself can be one."""
 
     module: PreTrainedModel
-    int8: bool = False
-    """Whether the CPU engine quantises the weights to int8."""
+    int8: bool = False  # whether the CPU engine quantises the weights to int8
     remote: Any = None
     """The `VllmBackend` that answers for this model; the module then has its shape and its output matrix alone."""
 

@@ -23,8 +23,7 @@ from selfjudge.models.tokens import context_window, end_ids, special_ids
 from selfjudge.store import fingerprint, home, locked
 from selfjudge.types import Notify
 
-Prompt = str | Sequence[Mapping[str, str]]
-"""A user message, or a whole conversation as chat messages."""
+Prompt = str | Sequence[Mapping[str, str]]  # a user message, or a whole conversation as chat messages
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,9 @@ class UnknownShapeError(ValueError):
 class LayerPart(NamedTuple):
     """A matrix or a norm of a decoder layer; `rows` of a matrix that may hold others as well, from row `first` on."""
 
-    field: str
-    """Its name in the layers of both engines."""
-    gguf: str
-    """Its name in a GGUF file, after `blk.N.`."""
-    module: str
-    """Its name in a checkpoint, after `model.layers.N.`."""
+    field: str  # its name in the layers of both engines
+    gguf: str  # its name in a GGUF file, after `blk.N.`
+    module: str  # its name in a checkpoint, after `model.layers.N.`
     rows: int
     cols: int
     first: int = 0
@@ -44,20 +41,13 @@ class Family:
 
     norms: str = "before"
     """Where the norms of a layer stand: `before` attention and feed-forward layer, `after` them, or `both`."""
-    norm_offset: float = 0.0
-    """Added to the weights of all norms."""
-    wide_norms: bool = False
-    """Whether a norm is multiplied with its weights in float32."""
-    qk_norm: str = ""
-    """Norms of queries and keys: none, of each `head`, or of the `whole` row."""
-    fused: bool = False
-    """Whether queries, keys and values are one matrix of a checkpoint, and gate and up another."""
-    scaled_embedding: bool = False
-    """Whether embeddings are multiplied with the root of their width."""
-    windows: str = ""
-    """Which layers a sliding window has: none, `all`, or by the `layers` that the config lists."""
-    reads: tuple[str, ...] = ()
-    """Names in its config that other types ignore."""
+    norm_offset: float = 0.0  # added to the weights of all norms
+    wide_norms: bool = False  # whether a norm is multiplied with its weights in float32
+    qk_norm: str = ""  # norms of queries and keys: none, of each `head`, or of the `whole` row
+    fused: bool = False  # whether queries, keys and values are one matrix of a checkpoint, and gate and up another
+    scaled_embedding: bool = False  # whether embeddings are multiplied with the root of their width
+    windows: str = ""  # which layers a sliding window has: none, `all`, or by the `layers` that the config lists
+    reads: tuple[str, ...] = ()  # names in its config that other types ignore
 
 
 _GEMMA = {"norm_offset": 1.0, "wide_norms": True, "scaled_embedding": True}
@@ -92,12 +82,10 @@ class Shape:
     head_dim: int
     epsilon: float
     attention_scale: float
-    windows: tuple[int, ...] = (0,)
-    """Positions that each layer sees, a token's own included; 0: all."""
+    windows: tuple[int, ...] = (0,)  # positions that each layer sees, a token's own included; 0: all
     rotary: tuple[str, ...] = ("",)
     """Rotary embedding of each layer: the only one, that of its kind of layers, or `none`."""
-    rotary_dim: int = 0
-    """Columns of a head that are rotated."""
+    rotary_dim: int = 0  # columns of a head that are rotated
     activation: str = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

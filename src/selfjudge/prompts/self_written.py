@@ -42,8 +42,7 @@ class Collector:
     """Collects the prompts of several sources for one pair: loaded or self-written, without long and repeated ones."""
 
     pair: Pair
-    longest: int
-    """Maximum tokens of a prompt."""
+    longest: int  # maximum tokens of a prompt
     seed: int
     batch: int
     data: Path | None
@@ -100,8 +99,7 @@ class Writer:
     pair: Pair
     seed: int = 0
     batch: int = 1024
-    notify: Callable[[int], None] = lambda tokens: None
-    """Told how many tokens were written since it was told last."""
+    notify: Callable[[int], None] = lambda tokens: None  # told how many tokens were written since it was told last
 
     def write_prompts(self, count: int, style: str = "self") -> tuple[list[str], dict[str, int]]:
         """The prompts that pass the filter, of `count` that are written, and how many did not pass, by reason."""

@@ -29,8 +29,7 @@ class Source:
 
     name: str
     count: int | None = None
-    answers: int = 1
-    """Number of answers to each prompt: one greedy, the others sampled."""
+    answers: int = 1  # number of answers to each prompt: one greedy, the others sampled
 
     @classmethod
     def parse(cls, text: str, answers: int = 1) -> Source:

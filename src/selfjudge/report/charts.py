@@ -24,20 +24,16 @@ MOST_METHODS = 5  # number of methods in one chart; the tables have all
 GAIN = "gain in m against exact, %"
 POINTS_TO_SCALE = 25.0
 """Points of score below `exact` that a trade-off shows to scale: a rule that loses more would compress the others."""
-FIRST = ("exact", "judged", "margin", "fly", "topk")
-"""Rules that a chart draws first, one method of each."""
+FIRST = ("exact", "judged", "margin", "fly", "topk")  # rules that a chart draws first, one method of each
 
 
 @dataclass(frozen=True)
 class Point:
     x: float
     y: float
-    label: str = ""
-    """Text that is shown when the point is pointed at."""
-    tag: str = ""
-    """Text beside the point."""
-    interval: Interval | None = None
-    """Confidence interval of y."""
+    label: str = ""  # text that is shown when the point is pointed at
+    tag: str = ""  # text beside the point
+    interval: Interval | None = None  # confidence interval of y
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,8 @@ class Chart:
     y: str
     series: tuple[Series, ...]
     task: str = ""
-    level: float | None = None
-    """The y of a horizontal line, such as that of `exact`."""
-    floor: float | None = None
-    """Points below it are drawn at the lower edge, with their value beside them."""
+    level: float | None = None  # the y of a horizontal line, such as that of `exact`
+    floor: float | None = None  # points below it are drawn at the lower edge, with their value beside them
 
     def is_below(self, point: Point) -> bool:
         return self.floor is not None and point.y < self.floor

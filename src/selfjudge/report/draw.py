@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = json.loads(read_asset("selfjudge.report", "colours.json"))
-PALETTE: list[tuple[str, str]] = COLOURS["series"]
-"""(light, dark) of each style; style 0 is `exact`."""
+PALETTE: list[tuple[str, str]] = COLOURS["series"]  # (light, dark) of each style; style 0 is `exact`
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ((), (6, 3), (2, 3), (8, 3, 2, 3))
 SOFT, PAPER = COLOURS["page"]["soft"], COLOURS["page"]["paper"]

@@ -36,13 +36,11 @@ class EvalRun:
 
     folder: Path
     task: str
-    rule: str
-    """The rule as given, with its judge: `judged:F@selfjudge`."""
+    rule: str  # the rule as given, with its judge: `judged:F@selfjudge`
     gamma: int
     n: int
     score: float
-    n_scored: int | None = None
-    """Examples that have an answer to be scored against; None in results that do not say."""
+    n_scored: int | None = None  # examples that have an answer to be scored against; None in results that do not say
     pair: str = "–"
     judge: str = ""
     judge_id: str = ""
@@ -56,8 +54,7 @@ class EvalRun:
     delta_scores_ci: Mapping[str, Interval] = field(default_factory=dict)
     agreement: float | None = None
     agreement_ci: Interval | None = None
-    lost: int | None = None
-    """Number of examples that score less than with `exact`."""
+    lost: int | None = None  # number of examples that score less than with `exact`
     gained: int | None = None
     mean_accepted_length: float | None = None
     delta_m: float | None = None
@@ -67,8 +64,7 @@ class EvalRun:
     drafts_accepted: float | None = None
     judged_share: float | None = None
     tokens_per_second: float | None = None
-    busy: str = ""
-    """Why its speed is not reliable; empty where it is."""
+    busy: str = ""  # why its speed is not reliable; empty where it is
     extraction_failures: float | None = None
     cut_off: float | None = None
     threshold: float | None = None
@@ -81,8 +77,7 @@ class EvalRun:
     versions: str = ""
     date: str = ""
     commit: str = ""
-    examples: tuple[AnswerExample, ...] = field(default=(), repr=False)
-    """Answers for the token viewer."""
+    examples: tuple[AnswerExample, ...] = field(default=(), repr=False)  # answers for the token viewer
 
     @property
     def m(self) -> float | None:
@@ -135,8 +130,7 @@ class EvalRun:
         return row | {"method": self.method, "few": self.scored < FEWEST_SCORED}
 
 
-FEWEST_SCORED = 30
-"""From fewer scored examples no interval of a score is shown: that of a handful says nothing."""
+FEWEST_SCORED = 30  # from fewer scored examples no interval of a score is shown: that of a handful says nothing
 SWEPT = ("threshold", "theta", "k", "entropy")
 """Names of options that differ along a curve, where a rule's text gives them by name."""
 
@@ -157,8 +151,7 @@ class Results:
     """All that a report is made of."""
 
     runs: tuple[EvalRun, ...]
-    skipped: tuple[tuple[str, str], ...]
-    """(folder, reason) of everything that was found and left out."""
+    skipped: tuple[tuple[str, str], ...]  # (folder, reason) of everything that was found and left out
 
 
 PAPER = ("gsm8k", "math500", "mmlu", "cnn_dailymail")  # the tasks whose average the paper reports

@@ -17,8 +17,7 @@ from selfjudge.report.table import AGREEMENT, PER_PASS, RULE, Column, Row, Table
 from selfjudge.report.tables import average_row
 
 LOW_SCORE = 0.1  # a score of `exact` below which a rule can hardly lose anything
-FEW_PROMPTS = 100
-"""Below so many prompts a loss of 3 points may go unseen, even if not one answer changed."""
+FEW_PROMPTS = 100  # below so many prompts a loss of 3 points may go unseen, even if not one answer changed
 
 
 class VerdictSection(NamedTuple):

@@ -10,10 +10,8 @@ from multiprocessing import active_children
 from pathlib import Path
 from statistics import median
 
-SPREAD = 0.35
-"""Times of the same work that differ by a larger share of their median are not reliable."""
-OTHERS = 0.12
-"""Share of the processors that other programs may use beside work that takes all the rest."""
+SPREAD = 0.35  # times of the same work that differ by a larger share of their median are not reliable
+OTHERS = 0.12  # share of the processors that other programs may use beside work that takes all the rest
 FULL = 0.85  # share of the processors in use from which programs wait for each other
 SHORTEST = 0.5  # seconds below which neither the system's counts nor differing times say anything
 Usage = tuple[float, float, float]

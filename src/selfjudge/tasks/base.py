@@ -20,8 +20,7 @@ from selfjudge.store import quiet_hub, read_json, read_rows, unreachable
 Row = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, str]]
 
-ABOUT = read_json(Path(__file__).with_name("benchmarks.json"))
-"""Attributes of the benchmarks, by name."""
+ABOUT = read_json(Path(__file__).with_name("benchmarks.json"))  # attributes of the benchmarks, by name
 FILE = "file:"  # prefix of a task that is a user's own file
 
 
@@ -35,20 +34,15 @@ class Task:
     summary: str
     licence: str
     splits: tuple[str, ...]
-    file = "{split}.jsonl"
-    """Name of the data file."""
+    file = "{split}.jsonl"  # name of the data file
     row_id = "{split}-{index}"
     """What follows the task's name in the id of a row that has none; columns of the row may be named."""
-    new_tokens: int = 512
-    """Maximum new tokens of an answer."""
-    checkable: bool = False
-    """Whether answers can be found in a text and compared: `extract`, `same`."""
-    hub: ClassVar[tuple[str, str | None] | None] = None
-    """Dataset and configuration on the hub."""
+    new_tokens: int = 512  # maximum new tokens of an answer
+    checkable: bool = False  # whether answers can be found in a text and compared: `extract`, `same`
+    hub: ClassVar[tuple[str, str | None] | None] = None  # dataset and configuration on the hub
     schema: ClassVar[Any] = dict[str, Any]
     """Schema of a row of the data file, made from the `columns` of the class declaration."""
-    requires: ClassVar[tuple[str, ...]] = ()
-    """Packages that scoring needs; summaries record their versions."""
+    requires: ClassVar[tuple[str, ...]] = ()  # packages that scoring needs; summaries record their versions
 
     def __init_subclass__(cls, name: str = "", columns: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -59,8 +53,7 @@ class Task:
 
     def __init__(self, data: Path | None = None, *, allow_unsafe: bool = False) -> None:
         self.data = data
-        self.allow_unsafe = allow_unsafe
-        """Run generated code even if it cannot be isolated."""
+        self.allow_unsafe = allow_unsafe  # run generated code even if it cannot be isolated
 
     def prepare(self) -> None:
         """Raise if a package that scoring needs is missing."""

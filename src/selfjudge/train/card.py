@@ -22,13 +22,10 @@ QUALITIES = (0.8, 0.9, 0.95)
 class Evidence:
     """What was measured while a judge was made."""
 
-    scores: NDArray[np.float32]
-    """P(acceptable) of the holdout's mismatches."""
+    scores: NDArray[np.float32]  # P(acceptable) of the holdout's mismatches
     labels: NDArray[np.float32]
-    sources: Mapping[str, Mapping[str, float]]
-    """Number of `rows` and `acceptable` share of each source of prompts."""
-    threshold_f: str = "f1"
-    """The setting that chose F."""
+    sources: Mapping[str, Mapping[str, float]]  # number of `rows` and `acceptable` share of each source of prompts
+    threshold_f: str = "f1"  # the setting that chose F
 
     def locate(self, theta: float) -> tuple[float, float]:
         """The point of a threshold on the ROC curve: shares of bad and of acceptable rows that are accepted."""

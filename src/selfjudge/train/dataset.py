@@ -39,26 +39,19 @@ HIDDEN_ARRAYS = {"hidden_draft", "hidden_target", "hidden_before"}
 class Chunk(NamedTuple):
     """Some rows to learn from."""
 
-    x: Tensor
-    """[m, D] features that the judge reads."""
-    labels: Tensor
-    """[m] 1 for acceptable."""
+    x: Tensor  # [m, D] features that the judge reads
+    labels: Tensor  # [m] 1 for acceptable
 
 
 @dataclass(frozen=True)
 class _Shard:
     """The rows of one shard, and the log-probabilities that labels are made again from."""
 
-    folder: int
-    """Index of the label folder."""
-    file: Path
-    """File of the features."""
-    rows: slice
-    """Indices of the rows among all."""
-    scores: Arrays
-    """The arrays of `label.score.sum_scores`."""
-    has_previous: bool
-    """Whether the states before the tokens are stored."""
+    folder: int  # index of the label folder
+    file: Path  # file of the features
+    rows: slice  # indices of the rows among all
+    scores: Arrays  # the arrays of `label.score.sum_scores`
+    has_previous: bool  # whether the states before the tokens are stored
 
 
 @dataclass(eq=False)
@@ -72,22 +65,16 @@ class LabelledRows:
     folders: list[Path]
     manifests: list[dict[str, Any]]
     hidden_size: int
-    taus: list[float | None]
-    """τ of each folder."""
-    suffix_lengths: list[int]
-    """Suffix length of each folder."""
+    taus: list[float | None]  # τ of each folder
+    suffix_lengths: list[int]  # suffix length of each folder
     labels: NDArray[np.int8]
-    log_p: NDArray[np.float32]
-    """[n, 2] log-probabilities of the target's most likely token and of the draft token."""
-    prompts: NDArray[np.int64]
-    """[n] number of each row's prompt, the same in all folders."""
-    keys: list[str]
-    """Keys of the prompts, by that number."""
+    log_p: NDArray[np.float32]  # [n, 2] log-probabilities of the target's most likely token and of the draft token
+    prompts: NDArray[np.int64]  # [n] number of each row's prompt, the same in all folders
+    keys: list[str]  # keys of the prompts, by that number
     n_prompts: int
     sources: NDArray[np.str_]
     aligned: NDArray[np.bool_]
-    part: NDArray[np.int8]
-    """[n] index into PARTS, −1 for none."""
+    part: NDArray[np.int8]  # [n] index into PARTS, −1 for none
     shards: list[_Shard]
     kept: dict[tuple[int, str, str], Tensor] = field(default_factory=dict)
     """Features by number of the shard, name and device, as many as fit into memory."""

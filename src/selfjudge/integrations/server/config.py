@@ -23,8 +23,7 @@ BYTES_PER_TOKEN = 16
 class ServerConfig:
     """Settings of `serve`; those without a range are checked against pair and judge when it starts."""
 
-    default_rule: RuleRequest = OPEN_REQUEST
-    """Rule, threshold, price and γ of requests that name none."""
+    default_rule: RuleRequest = OPEN_REQUEST  # rule, threshold, price and γ of requests that name none
     temperature: float = setting(0.0, "Temperature of requests that name none; 0 is greedy.", minimum=0, maximum=2)
     name: str | None = setting(None, "What clients call the model; the pair's name if not given.")
     api_key: str | None = setting(None, "Key of clients, or several with commas; else SELFJUDGE_API_KEY, or none.")

@@ -30,10 +30,8 @@ class Update:
     """What is new about a job; the last update has a result or a failure."""
 
     text: str = ""
-    pieces: Sequence[Piece] = ()
-    """The tokens of the text, where the job asked for them."""
-    cycle: int = 0
-    """The pass that they are from; 0 is a prefill."""
+    pieces: Sequence[Piece] = ()  # the tokens of the text, where the job asked for them
+    cycle: int = 0  # the pass that they are from; 0 is a prefill
     result: Generation | None = None
     failure: Failure | None = None
 
@@ -49,15 +47,11 @@ class CompletionJob:
     stop: Sequence[str] = ()
     seed: int = 0
     streamed: bool = False
-    detailed: bool = False
-    """Whether updates carry tokens: all of them, also those without text of their own."""
-    key: int = 0
-    """The number of the client's API key."""
+    detailed: bool = False  # whether updates carry tokens: all of them, also those without text of their own
+    key: int = 0  # the number of the client's API key
     arrived: float = field(default_factory=time.perf_counter)
-    load: LoadWatch = field(default_factory=LoadWatch)
-    """Watches the machine from the beginning of its decoding on."""
-    shadowed: bool = False
-    """Whether it is decoded a second time, exactly."""
+    load: LoadWatch = field(default_factory=LoadWatch)  # watches the machine from the beginning of its decoding on
+    shadowed: bool = False  # whether it is decoded a second time, exactly
     over: bool = False
     given_up: Failure | None = None
 
@@ -72,8 +66,7 @@ class ShadowJobs:
     def __init__(self, shadow: Shadow, rules: Rules, metrics: Metrics) -> None:
         self.shadow, self.rules = shadow, rules
         shadow.on_refuted = self._switch_off
-        self.waiting: deque[CompletionJob] = deque()
-        """Jobs that an idle engine may take."""
+        self.waiting: deque[CompletionJob] = deque()  # jobs that an idle engine may take
         self._own = rules.choose()
         self._exact = replace(rules.choose(RuleRequest(gamma=self._own.gamma), off=True), background=True)
         metrics.gauge("shadow_waiting", lambda: len(self.waiting))

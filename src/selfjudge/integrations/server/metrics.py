@@ -11,11 +11,9 @@ from selfjudge.store import read_asset
 
 PREFIX = "selfjudge_"
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-MODES = ("judged", "off")
-"""Values of the label `mode`: whether a draft could be accepted against the target's choice."""
+MODES = ("judged", "off")  # values of the label `mode`: whether a draft could be accepted against the target's choice
 
-DECLARED = json.loads(read_asset(__package__, "metrics.json"))
-"""What there is to count, and what each name means."""
+DECLARED = json.loads(read_asset(__package__, "metrics.json"))  # what there is to count, and what each name means
 
 
 class Metrics:

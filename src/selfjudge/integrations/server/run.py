@@ -34,8 +34,7 @@ class Connection(H11Protocol):
     _surplus = False
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
-    _waiting_since: float | None = None
-    """Time on the event loop's clock; None while a request is under way."""
+    _waiting_since: float | None = None  # time on the event loop's clock; None while a request is under way
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

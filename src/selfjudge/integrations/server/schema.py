@@ -18,8 +18,7 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.store import read_asset
 
 _FIELDS = json.loads(read_asset(__package__, "openai.json"))
-IGNORED: list[str] = _FIELDS["ignored"]
-"""Fields of OpenAI's API that are accepted and change nothing."""
+IGNORED: list[str] = _FIELDS["ignored"]  # fields of OpenAI's API that are accepted and change nothing
 UNSUPPORTED: dict[str, list[Any]] = _FIELDS["unsupported"]
 """Fields that are not supported, and the values at which they change nothing."""
 COMPLAINTS: dict[str, str] = _FIELDS["complaints"]
@@ -66,10 +65,8 @@ class SelfJudgeOptions(Strict):
     price: float | None = None
     gamma: int | Literal["auto"] | None = None
     off: bool = False
-    judged_tokens: bool = False
-    """Whether the answer lists the tokens that were accepted against the target's choice."""
-    tokens: bool = False
-    """Whether a stream says of every token where it comes from."""
+    judged_tokens: bool = False  # whether the answer lists the tokens that were accepted against the target's choice
+    tokens: bool = False  # whether a stream says of every token where it comes from
 
     def rule_request(self) -> RuleRequest:
         return RuleRequest(self.rule, None, self.theta, self.quality, self.price, self.gamma)

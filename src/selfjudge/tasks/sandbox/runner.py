@@ -37,8 +37,7 @@ GROUPS = Path("/sys/fs/cgroup")
 SYSTEM_CALLS = read_json(Path(__file__).with_name("refused.json"))
 """System calls that are refused, by machine: they hold memory that no limit of a process counts, or open much of the
 kernel."""
-LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
-"""The limit of a control group, in versions 2 and 1."""
+LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")  # the limit of a control group, in versions 2 and 1
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,14 @@ class Limits:
     """The resources of one program. Files and CPU time count for each of its processes, and so does memory where
     the kernel gives no group (`find_group_problem`)."""
 
-    seconds: float = 30.0
-    """Wall-clock limit: far more than CPU time, so that a busy machine does not decide a result."""
+    seconds: float = 30.0  # wall-clock limit: far more than CPU time, so that a busy machine does not decide a result
     cpu_seconds: int = 10
     memory: int = 1 << 30
-    file: int = 16 << 20
-    """Bytes of the largest file."""
-    disk: int = 64 << 20
-    """Bytes of all files together (only if isolated)."""
-    processes: int = 8
-    """Threads count as processes."""
+    file: int = 16 << 20  # bytes of the largest file
+    disk: int = 64 << 20  # bytes of all files together (only if isolated)
+    processes: int = 8  # threads count as processes
     open_files: int = 64
-    output: int = 1 << 20
-    """Bytes of standard output, and of standard error; a program that prints more is killed."""
+    output: int = 1 << 20  # bytes of standard output, and of standard error; a program that prints more is killed
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,7 @@ class ProgramResult:
 
     stdout: str
     stderr: str
-    code: int | None
-    """Exit code, or minus the signal that ended it; None if it was killed from outside."""
+    code: int | None  # exit code, or minus the signal that ended it; None if it was killed from outside
     killed: Killed
     seconds: float
 
