@@ -22,7 +22,7 @@ from torch import Tensor
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.evaluate.compare import compute_overlap
-from selfjudge.evaluate.likelihood import average_log_likelihood, compute_likelihoods
+from selfjudge.evaluate.likelihood import compute_likelihoods
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
@@ -142,7 +142,7 @@ def main() -> None:
                 "task": name, "rule": rule, "value": value, "theta": getattr(built, "theta", None), "n": len(rows),
                 "mean_accepted_length": pooled["mean_accepted_length"], "tokens": total, "seconds": seconds,
                 "judged_share": pooled["judged_share"],
-                "log_likelihood": average_log_likelihood(seen), "agreement": agreement(benchmark, rows, texts, own),
+                "log_likelihood": sum(sum(view.log_p) for view in seen) / total, "agreement": agreement(benchmark, rows, texts, own),
                 **({"score": _mean(benchmark, rows, texts)} if benchmark.checkable else {}),
             })  # fmt: skip
             last = result["runs"][-1]

@@ -176,7 +176,6 @@ def demo_result() -> dict[str, Any]:
         "speed_over_plain": 1.5,
         "same_answer_as_plain": 1.0,
         "same_start_as_plain": 1.0,
-        "log_likelihood": -0.42,
     }
     rows: list[dict[str, Any]] = [
         {"rule": "plain", "mean_accepted_length": None, "judged_share": 0.0, **same, "gamma": 0, "speed_over_plain": 1.0, "tokens": words},

@@ -36,12 +36,12 @@ def test_the_demo_makes_a_judge_and_ends_in_a_table(
     """With labels; tests/process/test_wheel.py has the demo without."""
     found = demo(monkeypatch, capsys, tmp_path)
     assert "judged, shipped" in (tmp_path / "demo.html").read_text()
-    first, *rules, last = (row["rule"] for row in found["rows"])
-    assert (first, *rules[:2], last) == ("plain", "exact", "topk:2", "judged, shipped")
-    assert found["rows"][0]["log_likelihood"] == pytest.approx(found["rows"][1]["log_likelihood"], abs=1e-3)
+    rules = [row["rule"] for row in found["rows"]]
+    assert rules == ["plain", "exact", "topk:2", "judged, made just now", "judged, shipped"]
     assert (found["dtype"], found["draft_dtype"]) == ("q4", "int8")
     own = found["own"]
     assert own["labels"] > 50
     assert 0 < own["acceptable"] < 0.5
     assert own["tau"] == find_shipped_tau("smollm2-135m", embedded.draft_sha256, 10)["tau"]
-    assert 0 <= own["auc"] <= 1 if "auc" in own else "too few" in own["why_not"]
+    assert "why_not" not in own
+    assert 0 <= own["auc"] <= 1

@@ -447,8 +447,7 @@ def test_the_demo_page_says_what_was_found() -> None:
         "Gained: judged, shipped yields 2.60 tokens per pass, exact 2.10; it is 1.80 × as fast as plain decoding, exact"
         " 1.50 ×.",
         "Cost: 5.0\N{NO-BREAK SPACE}% of its tokens are not the target’s choice, and its answers are those of plain"
-        " decoding for the first 40 % of their tokens on average. The target gives them a log-likelihood of −0.420 a"
-        " token: its own greedy answers have −0.420.",
+        " decoding for the first 40 % of their tokens on average.",
     ]
     text = demo_page(result)
     assert 'data-wanted="target wanted “␣grass” (p 0.62); judge’s score 0.81"' in text

@@ -13,17 +13,21 @@ from typing import Any
 
 import pytest
 
+from fake_labels import label_folder, straight
 from selfjudge.bench import gain
 from selfjudge.bench.config import DemoConfig
-from selfjudge.bench.demo import Demo, same_start
+from selfjudge.bench.demo import ACCEPTABLE, Demo, same_start
 from selfjudge.bench.gain import Gain
 from selfjudge.cli import main as cli
 from selfjudge.cli.demo import _ledger_in
 from selfjudge.cli.groups import PairOptions
 from selfjudge.errors import SelfJudgeError
+from selfjudge.label.folder import read_manifest
 from selfjudge.models.pair import Pair
 from selfjudge.report.demo import demo_page, describe_result, gain_table, mark_substitutions, with_shown_speeds
 from selfjudge.store.load import LoadWatch
+from selfjudge.train.config import TrainConfig
+from selfjudge.train.pipeline import load_rows
 from selfjudge.tune.ledger import find_earlier, ledger_file, note_attempt
 
 Run = Callable[..., tuple[int, str, str]]
@@ -63,11 +67,33 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
         assert "".join(text for text, *_ in row["tokens"]).split()
         for _, origin, choice, probability, score in row["tokens"]:
             assert origin in ("draft", "judge", "target")
-            assert choice
-            assert 0 < probability <= 1
+            assert (choice is not None and 0 < probability <= 1) == (origin == "judge")
             assert score is None
-    assert all(row["log_likelihood"] < 0 for row in result["rows"])
     assert "topk:2" in (tmp_path / "demo.html").read_text()
+
+
+def test_a_judge_is_made_although_hardly_any_of_a_few_labels_is_acceptable(
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a small machine: ten prompts, 185 labels, 9 % of them acceptable."""
+
+    def few_labels(pair: Pair, out: Path, *_: object, **__: object) -> dict[str, Any]:
+        label_folder(out, prompts=10, each=18, signal=lambda hidden, margin: straight(hidden, margin) - 3.5)
+        return read_manifest(out)
+
+    monkeypatch.setattr("selfjudge.bench.demo.label_pair", few_labels)
+    demo = Demo(tiny_pair, tiny_pair, DemoConfig(limit=1), lambda stage, share: None)
+    demo.make_judge(tmp_path)
+    own = demo.result["own"]
+    assert 0 < own["acceptable"] < 0.15
+    assert "why_not" not in own
+    assert own["auc"] > 0.5
+    assert list(demo.judges) == ["judged, made just now"]
+    labels = tmp_path / "labels"
+    for seed in range(10):  # however the prompts are split
+        load_rows([labels], TrainConfig(acceptable=ACCEPTABLE, seed=seed))
+    with pytest.raises(SelfJudgeError, match="too few, label more"):  # by the labels as they are
+        load_rows([labels], TrainConfig(seed=2))
 
 
 def test_how_much_of_an_answer_comes_before_it_parts_from_another() -> None:

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from selfjudge.bench.config import DemoConfig
+from selfjudge.bench.gain import list_tokens
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.likelihood import Likelihood, average_log_likelihood, compute_likelihoods, count_substitutions
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
-from selfjudge.models.convert import dequantise
-from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on
 from selfjudge.store.load import LoadWatch
+from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Gamma, Generation, Notify, pooled_figures
 
 WRITTEN = 12  # prompts that the target writes for the demo's own labels
+ACCEPTABLE = 0.25  # share of the labels that its judge learns as acceptable: few prompts must have some of both kinds
 QUALITY = 0.9  # share of the bad substitutions that the judges shown must reject
 OWN, SHIPPED = "judged, made just now", "judged, shipped"
-
-
-def in_floats(pair: Pair) -> Pair:
-    """The pair with a target that computes in floats, read from the blocks of its file; the draft stays as it is."""
-    target = pair.target_model
-    if target.file is None:
-        return pair
-    return replace(pair, target_model=Target(dequantise(target.module, torch.float32), target.reference, target.sha256))
 
 
 def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:
@@ -52,7 +41,7 @@ def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:
 class Demo:
     """A demo. `result` is what it has found so far: it can be printed whenever the demo is stopped.
 
-    `pair` decodes; `full`, the same models in floats, makes labels and says how likely answers are.
+    `pair` decodes; `full`, the same models in floats, makes labels.
     """
 
     def __init__(self, pair: Pair, full: Pair, config: DemoConfig, notify: Notify) -> None:
@@ -82,9 +71,10 @@ class Demo:
             config = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
             labels = label_pair(self.full, folder / "labels", config, notify=self.notify)
             own["labels"], own["tau"] = labels["rows"], labels["tau"]
-            own["acceptable"] = labels["acceptable"] / labels["rows"]
+            own["acceptable"], own["learnt_as_acceptable"] = labels["acceptable"] / labels["rows"], ACCEPTABLE
             own["label_seconds"] = time.perf_counter() - begun
-            judge = train_judge([folder / "labels"], folder / "judge", notify=self.notify)
+            training = TrainConfig(acceptable=ACCEPTABLE)
+            judge = train_judge([folder / "labels"], folder / "judge", training, notify=self.notify)
             own["auc"], own["auc_of"] = judge["metrics"]["auc_mismatch"], judge["metrics"]["n_holdout"]
             own["train_seconds"] = time.perf_counter() - begun - own["label_seconds"]
         except SelfJudgeError as error:
@@ -112,11 +102,9 @@ class Demo:
         )
         speed, busy = sum(len(a.tokens) for a in answers) / (time.perf_counter() - start), load.describe()
         self._plain = self._plain or answers
-        views = compute_likelihoods(
-            self.full, [(self.pair.encode(p), a.tokens) for p, a in zip(self.prompts, answers, strict=True)]
-        )
         if name == SHIPPED:
-            self.result["substitutions"] = count_substitutions(self.pair, answers, views)
+            pairs = Counter((judged.target_text, judged.text) for a in answers for judged in a.judged_tokens)
+            self.result["substitutions"] = [(*texts, count) for texts, count in pairs.most_common()]
         same = sum(a.tokens == b.tokens for a, b in zip(answers, self._plain, strict=True))
         starts = [same_start(a.tokens, b.tokens) for a, b in zip(answers, self._plain, strict=True)]
         first = self.result["rows"][0]["tokens_per_second"] if self.result["rows"] else speed
@@ -130,17 +118,6 @@ class Demo:
             "busy": busy,
             "same_answer_as_plain": same / len(answers),
             "same_start_as_plain": sum(starts) / len(starts),
-            "log_likelihood": average_log_likelihood(views),
             "example": answers[0].text,
-            "tokens": self._tokens(answers[0], views[0]),
+            "tokens": list_tokens(self.pair, answers[0]),
         }
-
-    def _tokens(self, answer: Generation, view: Likelihood) -> list[list[Any]]:
-        """Each token as text, origin, the target's choice, the probability of that choice, the judge's score."""
-        decode = self.pair.tokenizer.decode
-        scores = {judged.index: judged.score for judged in answer.judged_tokens}
-        each = zip(answer.tokens, answer.origins, view.choices, view.choice_log_p, strict=True)
-        return [
-            [str(decode([token])), origin, str(decode([choice])), math.exp(log_p), scores.get(index)]
-            for index, (token, origin, choice, log_p) in enumerate(each)
-        ]

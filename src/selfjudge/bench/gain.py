@@ -87,12 +87,6 @@ class Gain:
         """The figures of a rule: medians of so many turns, the answer of the first."""
         answer, plain = self.answers[name], self.answers["plain"]
         speed = {n: len(a.tokens) / median(self.seconds[n][:turns]) for n, a in self.answers.items()}
-        decode = self.pair.tokenizer.decode
-        judged = {j.index: [j.target_text, j.target_probability, j.score] for j in answer.judged_tokens}
-        tokens = [
-            [str(decode([token], skip_special_tokens=True)), origin, *judged.get(i, [None, None, None])]
-            for i, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True))
-        ]
         return {
             "rule": name,
             "gamma_mean": answer.gamma_mean,
@@ -101,8 +95,17 @@ class Gain:
             "seconds": self.seconds[name][:turns],
             "tokens_per_second": speed[name],
             "speed_over_plain": speed[name] / speed["plain"],
-            "judged": len(judged),
+            "judged": len(answer.judged_tokens),
             "same_as_plain": answer.tokens == plain.tokens,
             "example": answer.text,
-            "tokens": tokens,
+            "tokens": list_tokens(self.pair, answer),
         }
+
+
+def list_tokens(pair: Pair, answer: Generation) -> list[list[Any]]:
+    """Each token as text and origin; of a judged one the target's choice, its probability and the judge's score."""
+    judged = {j.index: [j.target_text, j.target_probability, j.score] for j in answer.judged_tokens}
+    return [
+        [str(pair.tokenizer.decode([token], skip_special_tokens=True)), origin, *judged.get(i, [None, None, None])]
+        for i, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True))
+    ]

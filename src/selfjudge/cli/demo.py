@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 SLOW = 300  # seconds that the question may still take before a shorter way is suggested
-HEADS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start", "log-likelihood")
+HEADS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start")
 """Short heads of the page's columns (`report.demo.COLUMNS`): lines of a terminal are short."""
 
 
@@ -108,15 +108,12 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
     """Labels, a judge, rules side by side and a small tune on the small pair."""
     models = PairOptions(pair=SMALL)
     pair = models.load()
-    full = models.load(full_precision=True) if pair.dtype == "q4" and not config.quick else pair
+    full = models.load(full_precision=True) if pair.dtype == "q4" and config.labels else pair
 
-    from selfjudge.bench.demo import SHIPPED, Demo, in_floats
+    from selfjudge.bench.demo import SHIPPED, Demo
     from selfjudge.judge.model import Judge
 
     with Progress(patient=True) as progress, tempfile.TemporaryDirectory() as folder:
-        if full.dtype == "q4":
-            progress("reading the weights as floats, for log-likelihoods")
-            full = in_floats(pair)
         run = Demo(pair, full, config, progress)
         result |= run.result
         run.result = result

@@ -59,12 +59,6 @@ def compute_likelihoods(pair: Pair, sequences: Sequences, judge: Judge | None = 
     return results
 
 
-def average_log_likelihood(seen: Sequence[Likelihood]) -> float:
-    """The mean log-probability over all tokens of all answers."""
-    count = sum(len(answer.log_p) for answer in seen)
-    return sum(sum(answer.log_p) for answer in seen) / max(1, count)
-
-
 def count_substitutions(
     pair: Pair, answers: Sequence[Generation], seen: Sequence[Likelihood]
 ) -> list[tuple[str, str, int]]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from selfjudge.report.formats import Sentences, fixed, percent, quote_token, show_text, tenths, thousandths
+from selfjudge.report.formats import Sentences, fixed, percent, quote_token, show_text, tenths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
 from selfjudge.report.table import GAMMA, PER_PASS, RULE, Column, Table, word_column
@@ -30,7 +30,6 @@ COLUMNS = (
     Column("tokens/s", _unless_busy("tokens_per_second"), tenths),
     Column("× plain", _unless_busy("speed_over_plain"), fixed, help="speed over plain decoding"),
     Column("same start", "same_start_as_plain", percent, help="share of an answer that is plain decoding’s"),
-    Column("log-likelihood", "log_likelihood", thousandths, help="of the answers, per token, by the target"),
 )
 """Columns of the rules side by side."""
 
@@ -73,7 +72,7 @@ def describe_result(result: Mapping[str, Any]) -> list[str]:
     if not judged or "exact" not in rows:
         return ["The demo was stopped before a judge had answered."]
     best = max(judged, key=lambda row: row["mean_accepted_length"] or 0.0)
-    return [_say("gained_small", best, rows["exact"], _find_busy(result)), _say("cost_small", best, rows.get("plain"))]
+    return [_say("gained_small", best, rows["exact"], _find_busy(result)), _say("cost_small", best)]
 
 
 def _find_busy(result: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ def fixed(value: Any, digits: int = 2, sign: str = "") -> str:
     return f"{round(value, digits) + 0.0:{sign},.{digits}f}".replace("-", "−")
 
 
-whole, tenths, thousandths = (partial(fixed, digits=digits) for digits in (0, 1, 3))
+whole, tenths = (partial(fixed, digits=digits) for digits in (0, 1))
 signed = partial(fixed, sign="+")
 
 
