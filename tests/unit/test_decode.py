@@ -407,6 +407,28 @@ def test_limits_leave_the_distribution_alone(rows: int, head: bool, random_limit
     assert {0, 1, 2} <= set(random_limits)
 
 
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("rule", [Exact(), TopK(3)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("ends_by", ["eos", "length"])
+def test_drafts_after_the_end_of_an_answer_are_worth_nothing(
+    rule: AcceptanceRule, ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is the target, so every draft is accepted; the block of six begins with the second token."""
+    model, prompt, counted = tiny_model(seed=1), prompts_of([7])[0], []
+    monkeypatch.setattr(loop.GammaController, "choose", lambda self, rows, behind: 6)
+    monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows, most: 6)
+    for policy in (loop.GammaController, loop.RequestGamma):
+        monkeypatch.setattr(policy, "observe", lambda self, used, *rest, **more: counted.append(used.tolist()))
+    monkeypatch.setattr(loop.GammaController, "draft_on", None)
+    tokens = greedy(model, prompt, 8)
+    assert tokens[4] not in tokens[:4]
+    eos, limit = ([tokens[4]], 8) if ends_by == "eos" else ([], 5)
+    emitted = [e.tokens for step in decode(engines_of(model, model), [Request(prompt, limit)], rule, eos_ids=eos)
+               for e in step.emissions]  # fmt: skip
+    assert [token for piece in emitted for token in piece] == tokens[:5]
+    assert counted == [[4]]
+
+
 @pytest.fixture
 def gammas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What requests get when they enter, one after the other."""

@@ -27,7 +27,7 @@ from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
 Limits = Sequence[int] | NDArray[np.int64] | Tensor
 """[B] how many drafts of each row are verified."""
-CAPTURED_CYCLES = 64  # maximum cycles that an engine keeps: each holds its own outputs on the device
+CAPTURED_CYCLES = 192  # maximum cycles that an engine keeps: seven sizes of a batch, each with some γ and rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ MAX_CREDIT_CYCLES = 3 * PROBE_CYCLES  # maximum credit for probes, in plain cycl
 SHARED_ROWS = 32  # from so many rows on a pass pays for every token, and rows share them
 SHARING_PAYS = 1.05  # the longest that a cycle may take in which rows share three drafts each, relative to one of three
 SHARED_EVERY = 8  # cycles between two looks at what sharing gains
-CANDIDATE = 0.9  # a γ of at least this share of the best expected speed is captured before it is needed
+CANDIDATE = 0.95  # a γ of at least this share of the best expected speed is captured before it is needed
 
 
 class Acceptance:
@@ -214,12 +214,27 @@ class RequestGamma(GammaPolicy):
             record.entry_gamma = best
         return record.entry_gamma
 
+    def size(self, rows: int, drafts: int) -> CycleSize:
+        """Rows of unlike γ take the same captured cycle as rows of one γ."""
+        return CycleSize(drafts, rows * (drafts + 1)) if drafts else CycleSize(0)
+
     def candidates(self, rows: int) -> list[int]:
         """Nothing is captured for a choice that may never be made."""
         return []
 
-    def observe(self, accepted: NDArray[np.int64], gammas: NDArray[np.int64]) -> None:
-        """Count a cycle in which row b accepted accepted[b] of gammas[b] drafts; rows without drafts say nothing."""
+    def observe(
+        self,
+        accepted: NDArray[np.int64],
+        gammas: NDArray[np.int64],
+        drafts: int,
+        seconds: Mapping[str, float],
+        *,
+        behind: bool = False,
+    ) -> None:
+        """Count a cycle of `drafts` drafts in which row b accepted accepted[b] of gammas[b]; rows without drafts say
+        nothing. Its `seconds` by phase show whether the table holds, unless the draft model was `behind`."""
+        if not (behind and drafts):
+            self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
         drafted = gammas > 0
         if drafted.any():
             acceptance = self._find_record(len(gammas)).acceptance

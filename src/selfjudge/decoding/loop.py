@@ -243,8 +243,8 @@ class _LiveBatch:
     cycle: Cycle | None = None
     plain_cycles: int = 0
     """Cycles since the last drafts."""
-    entered: bool = False
-    """Whether rows have entered since the last cycle."""
+    changed: bool = False
+    """Whether rows have entered or left since the last cycle."""
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.rule.sampling is not None, self.engines.target.device)
@@ -300,7 +300,7 @@ class _LiveBatch:
         arrived = BatchRows.new(group.numbers, limits, gamma)
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
-        self.entered = True
+        self.changed = True
         return step
 
     def is_too_wide(self, alive: list[int]) -> bool:
@@ -315,6 +315,7 @@ class _LiveBatch:
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
         self._begin_cycle(CycleSize(self.cycle.gamma), self.cycle.last[kept, 0])
+        self.changed = True
 
     def _begin_cycle(self, size: CycleSize, last: Tensor) -> None:
         """Continue with cycles of this size over the rows of the engines; `last` [B] are their newest tokens."""
@@ -325,7 +326,7 @@ class _LiveBatch:
         """Start a cycle, of the γ that the controller chooses if there is one."""
         assert self.cycle is not None
         behind = self.plain_cycles > 0
-        if self.entered and isinstance(self.controller, GammaPolicy) and self.engines.target.static:
+        if self.changed and isinstance(self.controller, GammaPolicy) and self.engines.target.static:
             self._capture_choices(self.controller)
         gammas: NDArray[np.int64] | None = None
         size, drafts = self.cycle.size, self.cycle.gamma
@@ -335,7 +336,7 @@ class _LiveBatch:
         elif self.controller is not None:
             drafts = self.controller.choose(len(self.rows), self.plain_cycles)
             size = self.controller.size(len(self.rows), drafts)
-        self.entered = False
+        self.changed = False
         self.plain_cycles = 0 if drafts else self.plain_cycles + 1
         if size != self.cycle.size:
             self._begin_cycle(size, self.cycle.last[:, 0])
@@ -350,19 +351,17 @@ class _LiveBatch:
     def _choose_for_rows(self, controller: RequestGamma) -> tuple[CycleSize, NDArray[np.int64]]:
         """Give γ to the rows that have entered. Returns the size of the next cycle and the drafts of each row."""
         rows, live = self.rows, ~self.rows.finished
-        if self.entered:
+        if self.changed:
             new = live & (rows.gamma < 0)
             most = int(rows.gamma[live & ~new].max(initial=0))
             if new.any():
                 rows.gamma[new] = controller.choose(len(rows), most)
         gammas = np.where(live, rows.gamma, 0)
-        gamma = int(gammas.max())
-        alike = (gammas[live] == gamma).all()
-        return CycleSize(gamma, None if alike else len(rows) * (gamma + 1)), gammas
+        return controller.size(len(rows), int(gammas.max())), gammas
 
     def _capture_choices(self, controller: GammaController | RequestGamma) -> None:
-        """Before the first cycle of rows that have entered: capture every γ that they may soon use; where the
-        table does not know so many rows, capture and time all of them."""
+        """Before the first cycle of another number of rows: capture every γ that they may soon use; where the table
+        does not know so many rows, capture and time all of them."""
         rows, statistics = len(self.rows), controller.statistics
         costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
         known = (rows in costs.cycles or not usual) and costs.covers(rows)
@@ -412,15 +411,16 @@ class _LiveBatch:
         seconds = started.timer.seconds()
         outcome, drafted, live = started.packed.unpack(), started.packed.drafted, ~rows.finished
         verified = drafted if outcome.shared is None else drafted - 1
-        non_finite = bool(outcome.non_finite[live].any())
+        non_finite, left = bool(outcome.non_finite[live].any()), rows.left.copy()
+        emissions = rows.emit(outcome, self.eos_ids)
+        used = np.minimum(outcome.accepted, left - rows.left)  # drafts after the end of an answer are worth nothing
         if isinstance(self.controller, RequestGamma):
             if started.gammas is not None:
-                self.controller.observe(outcome.accepted, np.where(live, started.gammas, 0))
+                gammas = np.where(live, started.gammas, 0)
+                self.controller.observe(used, gammas, drafted, seconds, behind=started.behind)
         elif self.controller is not None and started.number:
-            self.controller.observe(
-                outcome.accepted, live, verified, seconds, behind=started.behind, shared=outcome.shared
-            )
+            self.controller.observe(used, live, verified, seconds, behind=started.behind, shared=outcome.shared)
         cost = plain = 0.0
         if isinstance(self.controller, GammaPolicy) and started.number:
             plain, cost = self.controller.costs_of(len(rows), verified)
-        return Step(started.number, rows.emit(outcome, self.eos_ids), seconds, non_finite, drafted, cost, plain)
+        return Step(started.number, emissions, seconds, non_finite, drafted, cost, plain)

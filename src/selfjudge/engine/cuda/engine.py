@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -330,22 +331,26 @@ class CudaEngine(Engine):
             for tensor, value in zip(state, saved, strict=True):
                 tensor.copy_(value)
 
-        warm = torch.cuda.Stream(self.device)
-        warm.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(warm):
-            for function in functions:
-                function()
-        torch.cuda.current_stream(self.device).wait_stream(warm)
-        restore()
+        # not `torch.cuda.graph`: before every capture it empties the allocator's cache, which takes longer
+        side, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
+        side.wait_stream(current)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = []
-        with warnings.catch_warnings(), _no_collection():
+        with torch.cuda.stream(side), warnings.catch_warnings(), _no_collection():
             warnings.simplefilter("ignore")  # a phase may have nothing to do, and its graph be empty
+            for function in functions:  # compile what is new
+                function()
+            restore()
+            side.synchronize()
             for function in functions:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
+                graph.capture_begin(pool=self._pool)
+                try:
                     function()
+                finally:
+                    graph.capture_end()
                 graphs.append(graph)
+        current.wait_stream(side)
         restore()
         return [graph.replay for graph in graphs]
 
@@ -404,6 +409,12 @@ class CudaHead(CudaEngine, HeadEngine):
         parts = kernels.add(x, inner, layer.down, None)
         logits = F.linear(kernels.norm(x, parts, w.norm, w.epsilon), w.head)  # this norm completes x
         return logits.view(batch, keep, -1), x.view(batch, keep, size)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: the allocator keeps memory for each stream."""
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
