@@ -88,6 +88,7 @@ def cycles(
         small.read(padded[:, part], own, output.features)
     last = output.logits[:, -1].argmax(-1)
     small.enter(last)
+    state: Tensor | None = None
     made: list[list[Cycle]] = [[([], [token])] for token in last.tolist()]
     for number, gamma in enumerate(gammas):
         verified = tokens = None
@@ -96,10 +97,11 @@ def cycles(
             verified = [min(limit, gamma) for limit in chosen]  # type: ignore[union-attr, type-var]
             needed = sum(verified) + len(verified)
             tokens = (needed + 3) // 4 * 4 if engine.static else None  # few, so that captured cycles are used again
-        cycle = find_cycle(BatchEngines(engine, small), rule, CycleSize(gamma, tokens), trace=False, first=last)
+        size = CycleSize(gamma, tokens)
+        cycle = find_cycle(BatchEngines(engine, small), rule, size, trace=False, first=last, row_state=state)
         packed, timer = cycle.run(random.next(gamma), verified)
         timer.seconds()
-        last = cycle.last[:, 0].clone()
+        last, state = cycle.last[:, 0].clone(), cycle.row_state.clone()
         outcome = packed.unpack()
         for row, drafts, k, token in zip(
             made, outcome.drafts.tolist(), outcome.accepted.tolist(), outcome.next_token.tolist(), strict=True

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
         TopK as TopK,
         Typical as Typical,
     )
+    from selfjudge.decoding.rules_baselines import (
+        Divergence as Divergence,
+        LogitRatio as LogitRatio,
+        RegretBudget as RegretBudget,
+        TwoThresholds as TwoThresholds,
+    )
     from selfjudge.decoding.sampling import Sampling as Sampling
     from selfjudge.decoding.text import Batch as Batch, generate as generate, stream as stream
     from selfjudge.engine.select import PairEngines as PairEngines

@@ -142,7 +142,8 @@ class Block:
     hidden: Tensor | None = None
     """[B, γ+1, H] the tensor that feeds the LM head (after the final norm); row i is the state *at* d_i."""
     draft_logits: Tensor | None = None
-    """[B, γ, V] the logits the drafts were drawn from, temperature and filters applied (sampling only)."""
+    """[B, γ, V] the logits the drafts were drawn from, temperature and filters applied; only for sampling, and for
+    rules that read them."""
     uniforms: Tensor | None = None
     """[B, γ+1] one number in [0, 1) for each draft's acceptance and one for the token after (sampling only)."""
     scores: Tensor | None = None
@@ -151,6 +152,8 @@ class Block:
     """[B, γ+1] the target's most likely token of each row, and whether the row has a NaN or +inf."""
     limits: Tensor | None = None
     """[B] how many drafts each row has, its first ones, 0 … γ; None where all rows have γ. Nothing beyond counts."""
+    spent: Tensor | None = None
+    """[B] what each answer has spent so far, under rules with a budget; None: nothing."""
 
     @property
     def gamma(self) -> int:
@@ -165,6 +168,7 @@ class Verdict:
     next_token: Tensor  # [B] the target's correction at k+1, or the bonus token where k is the number of drafts
     judged: Tensor  # [B, γ] the draft was accepted although the alignment rule rejects it
     non_finite: Tensor  # [] whether a non-finite logit or hidden state was met (alignment alone decided there)
+    spent: Tensor | None = None  # [B] what each answer has spent after this block; None under rules without a budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from selfjudge.decoding.rules import (
     TopK,
     Typical,
 )
+from selfjudge.decoding.rules_baselines import Divergence, LogitRatio, RegretBudget, TwoThresholds
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cuda.engine import CudaEngine
@@ -68,6 +69,11 @@ EVERY_RULE = [
     Judged(JUDGE, 0.5, WARPED),
     JudgeOnly(JUDGE, 0.3, special=(2,)),
     JudgeOnly(JUDGE, 0.4, WARPED),
+    Divergence(0.12, 0.95),
+    LogitRatio(0.6),
+    RegretBudget(6.0, 1.5, 2),
+    TwoThresholds(0.15),
+    TwoThresholds(0.4, 0.6, WARPED),
 ]
 
 
@@ -82,9 +88,12 @@ def random_block(rule: AcceptanceRule, seed: int, finite: bool) -> Block:
         for value in (math.nan, math.inf):
             logits[torch.rand(logits.shape) < 0.005] = value
             hidden[torch.rand(hidden.shape) < 0.005] = value
+    q = torch.randn(ROWS, GAMMA, V) + torch.nn.functional.one_hot(drafts, V) * 2
+    if rule.reads_draft:
+        return Block(drafts, logits, hidden, logits[:, :-1].nan_to_num(posinf=9.0) + 0.4 * q)
     if rule.sampling is None:
         return Block(drafts, logits, hidden)
-    q = rule.sampling.warp(torch.randn(ROWS, GAMMA, V) + torch.nn.functional.one_hot(drafts, V) * 2)
+    q = rule.sampling.warp(q)
     return Block(drafts, logits, hidden, q, torch.rand(ROWS, GAMMA + 1))
 
 
@@ -249,6 +258,10 @@ ROW_RULES = [
     Judged(linear_judge(32), 0.3),
     Judged(linear_judge(32), price=1.0),
     SpeculativeSampling(Sampling(0.9)),
+    Divergence(0.5),
+    LogitRatio(0.5),
+    RegretBudget(4.0, 1.0, 3),
+    TwoThresholds(0.05, 0.9, SpeculativeSampling(Sampling(0.9))),
 ]
 
 
@@ -257,7 +270,7 @@ ROW_RULES = [
     ("kind", "rule"),
     [
         *(("cpu", rule) for rule in ROW_RULES),
-        *((kind, ROW_RULES[i]) for kind in ("reference", "cuda") for i in (0, 6, 7)),
+        *((kind, ROW_RULES[i]) for kind in ("reference", "cuda") for i in (0, 6, 7, 8, 10)),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

@@ -176,7 +176,7 @@ def params(wish: Any, temperature: float = 0.0) -> Any:
 @pytest.mark.parametrize(
     "wish",
     ["off", "{", 3, {}, {"off": 1}, {"theta": 7}, {"off": True, "theta": 0.1}, {"x": 1}, {"rule": "nope"},
-     {"price": -1}, {"rule": None}, {"rule": "fly"}, {"theta": 0.1, "price": 0.1}],
+     {"price": -1}, {"rule": None}, {"rule": "fly"}, {"theta": 0.1, "price": 0.1}, {"rule": "kl"}, {"rule": "asd"}],
 )  # fmt: skip
 def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None:
     heard: list[str] = []
@@ -196,7 +196,7 @@ def test_a_temperature_goes_with_rules_that_do_not_look_at_what_follows(wish: An
 
 RULES = (
     None, "judged:0.5", "judged:price=0.4", "judged:0.4,confirm=1", "margin:2", "margin:price=0.8", "margin:price=0",
-    "topk:3", "fly:0.2,1", "relaxed:4,0.5", "typical",
+    "topk:3", "fly:0.2,1", "relaxed:4,0.5", "typical", "mars:0.5", "sglang:0.2",
 )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def test_the_judge_approves_aligned_drafts_too() -> None:
 def test_every_rule_that_looks_at_drafts_alone_has_a_kernel() -> None:
     parsed = {text: _parsed(text) for text in RULES if text}
     assert {text for text, rule in parsed.items() if encode(rule) is None} == {
-        "relaxed:4,0.5", "typical",
+        "relaxed:4,0.5", "typical", "mars:0.5", "sglang:0.2",
     }  # fmt: skip
     rows = DraftRows.of(torch.tensor([1]), 1)
     assert {text for text, rule in parsed.items() if Plan([rule], rows, [1]).looks_ahead} == {

@@ -27,6 +27,8 @@ from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
 Limits = Sequence[int] | NDArray[np.int64] | Tensor
 """[B] how many drafts of each row are verified."""
+SPENT, ROW_STATE = 0, 1
+"""Columns of the state of rows, and their number: what an answer has spent of its budget (`Block.spent`)."""
 CAPTURED_CYCLES = 192  # maximum cycles that an engine keeps: seven sizes of a batch, each with some γ and rules
 
 
@@ -133,10 +135,17 @@ class Cycle:
     """One cycle as four functions over fixed tensors, so that an engine can capture and replay them without Python."""
 
     def __init__(
-        self, engines: BatchEngines, rule: AcceptanceRule, size: int | CycleSize, *, trace: bool, first: Tensor
+        self,
+        engines: BatchEngines,
+        rule: AcceptanceRule,
+        size: int | CycleSize,
+        *,
+        trace: bool,
+        first: Tensor,
+        row_state: Tensor | None = None,
     ) -> None:
-        """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens.
-        A size that is a number is γ."""
+        """`first` [B] are the newest tokens of the rows, `row_state` what rules know of them; `trace` asks for what the
+        target wanted at judged tokens. A size that is a number is γ."""
         self.size = size if isinstance(size, CycleSize) else CycleSize(size)
         gamma, tokens, _ = self.size
         self.target, self.draft = engines.target, engines.draft
@@ -145,6 +154,9 @@ class Cycle:
         """Decides whether to draft on; its argument computes the probabilities [B] of the newest drafts."""
         self.last = first[:, None].clone()
         self.tokens = tokens
+        zeros = first.new_zeros((len(first), ROW_STATE), dtype=torch.float32)
+        self.row_state = zeros if row_state is None else row_state.clone()
+        """[B, ROW_STATE] what a rule has to know of each answer so far."""
         self.q: Tensor | None = None
         """[B, γ] the draft's probabilities of its drafts, where tokens are shared."""
         # until `limit` is called: as many as fit, so that the cycle can be captured before its first run
@@ -198,7 +210,7 @@ class Cycle:
 
     def state(self) -> list[Tensor]:
         """The tensors that a cycle of a static engine changes in place, without the caches."""
-        return [self.last, *self.target.state(), *([] if self.draft is None else self.draft.state())]
+        return [self.last, self.row_state, *self.target.state(), *([] if self.draft is None else self.draft.state())]
 
     @torch.no_grad()
     def capture(self) -> None:
@@ -228,7 +240,8 @@ class Cycle:
             self.drafts, self.draft_logits = self._proposals(self.draft)
 
     def _proposals(self, draft: Drafter) -> tuple[Tensor, Tensor | None]:
-        """[B, γ] drafts and, when sampling, the [B, γ, V] logits they come from; fewer than γ if `draft_on` says so."""
+        """[B, γ] drafts and, for sampling and rules that read them, the [B, γ, V] logits they come from; fewer than γ
+        if `draft_on` says so."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
         q: list[Tensor] = []
@@ -246,6 +259,8 @@ class Cycle:
                 q.append(probability)
             else:
                 chosen = argmax_checked(logits[:, :size])[0]
+                if self.rule.reads_draft:
+                    drawn_from.append(_over_vocabulary(replace_non_finite(logits), size, ids))
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
             if draft_on is not None and not draft_on(partial(_probabilities, logits[:, :size], chosen)):
                 break
@@ -266,8 +281,9 @@ class Cycle:
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
         argmax = argmax_checked(output.logits) if output.argmax is None else output.argmax
         self.block = Block(
-            self.drafts, output.logits, output.hidden, self.draft_logits, uniforms, argmax=argmax, limits=limits
-        )
+            self.drafts, output.logits, output.hidden, self.draft_logits, uniforms,
+            argmax=argmax, limits=limits, spent=self.row_state[:, SPENT],
+        )  # fmt: skip
 
     def _limits(self) -> Tensor | None:
         """[B] how many of the drafts of each row are verified; None where all of them are."""
@@ -295,29 +311,38 @@ class Cycle:
         verified = self.block.gamma if self.block.limits is None else self.block.limits
         self.target.rewind(verified - verdict.n_accepted)
         self.last.copy_(verdict.next_token[:, None])
+        if verdict.spent is not None:
+            self.row_state[:, SPENT] = verdict.spent
         if self.draft is not None:
             self.draft.accept(self.drafts, verdict, self.output.features)
         self.packed = Packed.pack(self.block, verdict, traced=self.trace, q=self.q)
 
 
 def find_cycle(
-    engines: BatchEngines, rule: AcceptanceRule, size: int | CycleSize, *, trace: bool, first: Tensor
+    engines: BatchEngines,
+    rule: AcceptanceRule,
+    size: int | CycleSize,
+    *,
+    trace: bool,
+    first: Tensor,
+    row_state: Tensor | None = None,
 ) -> Cycle:
-    """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one. A size that is
-    a number is γ."""
+    """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one; arguments as of
+    `Cycle`."""
     size = size if isinstance(size, CycleSize) else CycleSize(size)
     trace = trace and size.gamma > 0 and not rule.lossless
     if not engines.target.static:
-        return Cycle(engines, rule, size.gamma, trace=trace, first=first)
+        return Cycle(engines, rule, size.gamma, trace=trace, first=first, row_state=row_state)
     kept, key = engines.target.captured_cycles, _key(engines, rule, size, trace, len(first))
     if key in kept:
         cycle: Cycle = kept.pop(key)
         kept[key] = cycle  # least recently used first
         cycle.last.copy_(first[:, None])
+        cycle.row_state.zero_() if row_state is None else cycle.row_state.copy_(row_state)
         return cycle
     while len(kept) >= CAPTURED_CYCLES:
         kept.pop(next(iter(kept)))
-    cycle = kept[key] = Cycle(engines, rule, size, trace=trace, first=first)
+    cycle = kept[key] = Cycle(engines, rule, size, trace=trace, first=first, row_state=row_state)
     return cycle
 
 

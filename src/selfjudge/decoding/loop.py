@@ -23,7 +23,16 @@ from torch import Tensor
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.costs import CostTable, say_measuring
-from selfjudge.decoding.cycle import Cycle, CycleSize, Packed, PhaseTimer, SharedLimits, find_cycle, is_captured
+from selfjudge.decoding.cycle import (
+    ROW_STATE,
+    Cycle,
+    CycleSize,
+    Packed,
+    PhaseTimer,
+    SharedLimits,
+    find_cycle,
+    is_captured,
+)
 from selfjudge.decoding.gamma import (
     MAX_AUTO_GAMMA,
     SHARING_PAYS,
@@ -290,12 +299,14 @@ class _LiveBatch:
             block = Block(none, output.logits, output.hidden, uniforms=row_uniforms)
             verdict = self.rule(block)
         first = torch.cat([verdict.next_token, verdict.next_token.new_zeros(idle)])
+        state = first.new_zeros((len(first), ROW_STATE), dtype=torch.float32)
         if self.engines.draft is not None:
             self.engines.draft.enter(first)
         if self.cycle is None:
-            self._begin_cycle(CycleSize(self.gamma), first)
+            self._begin_cycle(CycleSize(self.gamma), first, state)
         else:
-            self._begin_cycle(CycleSize(self.cycle.gamma), torch.cat([self.cycle.last[alive, 0], first]))
+            last, before = self.cycle.last[alive, 0], self.cycle.row_state[alive]
+            self._begin_cycle(CycleSize(self.cycle.gamma), torch.cat([last, first]), torch.cat([before, state]))
         limits, gamma = [request.max_new_tokens for request in group.requests], -1 if self.controller else self.gamma
         arrived = BatchRows.new(group.numbers, limits, gamma)
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
@@ -314,12 +325,13 @@ class _LiveBatch:
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
-        self._begin_cycle(CycleSize(self.cycle.gamma), self.cycle.last[kept, 0])
+        self._begin_cycle(CycleSize(self.cycle.gamma), self.cycle.last[kept, 0], self.cycle.row_state[kept])
         self.changed = True
 
-    def _begin_cycle(self, size: CycleSize, last: Tensor) -> None:
-        """Continue with cycles of this size over the rows of the engines; `last` [B] are their newest tokens."""
-        self.cycle = find_cycle(self.engines, self.rule, size, trace=self.trace, first=last)
+    def _begin_cycle(self, size: CycleSize, last: Tensor, state: Tensor) -> None:
+        """Continue with cycles of this size over the rows of the engines; `last` [B] are their newest tokens, `state`
+        is their `Cycle.row_state`."""
+        self.cycle = find_cycle(self.engines, self.rule, size, trace=self.trace, first=last, row_state=state)
         self.cycle.draft_on = None if self.controller is None else self.controller.draft_on
 
     def run(self, number: int) -> _StartedCycle:
@@ -339,7 +351,7 @@ class _LiveBatch:
         self.changed = False
         self.plain_cycles = 0 if drafts else self.plain_cycles + 1
         if size != self.cycle.size:
-            self._begin_cycle(size, self.cycle.last[:, 0])
+            self._begin_cycle(size, self.cycle.last[:, 0], self.cycle.row_state)
         cycle, start = self.cycle, time.perf_counter()
         captures = self.engines.target.static and cycle.captured is None
         limits = np.where(self.rows.finished, 0, size.gamma) if size.shared else gammas

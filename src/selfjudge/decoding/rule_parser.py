@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from selfjudge.decoding import rules
+from selfjudge.decoding import rules, rules_baselines as baselines
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, unknown
@@ -28,7 +28,7 @@ RULES: dict[str, type[AcceptanceRule]] = {
     rule.name: rule
     for rule in (
         Exact, SpeculativeSampling, rules.TopK, rules.Relaxed, rules.Typical, rules.Margin, rules.FLy, rules.Judged,
-        rules.JudgeOnly,
+        rules.JudgeOnly, baselines.Divergence, baselines.LogitRatio, baselines.RegretBudget, baselines.TwoThresholds,
     )
 }  # fmt: skip
 
@@ -185,7 +185,9 @@ class RuleRequest:
         kind, values = request.kind, request._values
         judge = request._choose_judge(pair, judge)
         if sampling is not None and not (_takes(kind, "sampling") or _takes(kind, "base")):
-            raise SelfJudgeError(f"rule {kind.name!r} is greedy: `temperature` goes with rule sampling or judged")
+            raise SelfJudgeError(
+                f"rule {kind.name!r} is greedy: `temperature` goes with rule sampling, judged or sglang"
+            )
         if judge is not None and "price" not in values:
             values["theta"] = request.threshold(judge)
         special = pair if isinstance(pair, tuple) else pair.special_ids

@@ -1,7 +1,8 @@
 """Acceptance rules: Block → Verdict, pure tensor functions, batched on the first axis.
 
 A rule says which drafts it accepts. The walk to the first rejected draft, the token after it and the guard are the
-same for all rules: `AcceptanceRule.__call__`. A new rule is one class here and its entry in `rule_parser.RULES`.
+same for all rules: `AcceptanceRule.__call__`. A new rule is one class here and its entry in `rule_parser.RULES`; those
+that others have published for comparison are in `rules_baselines.py`.
 
 p_i, the target's distribution of d_i, is row i−1 of `Block.target_logits`.
 """
@@ -48,6 +49,8 @@ class AcceptanceRule:
     lossless: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = True
     """Whether the rule reads more of the target's logits than their argmax."""
+    reads_draft: ClassVar[bool] = False
+    """Whether the rule reads the draft's logits also where nothing is sampled."""
     sampling: ClassVar[Sampling | None] = None
     judge: ClassVar[Judge | None] = None
     theta: ClassVar[float | None] = None
@@ -82,6 +85,10 @@ class AcceptanceRule:
     def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
         """[B] the target's token after n accepted drafts."""
         return choice.gather(1, n[:, None]).squeeze(1)
+
+    def spend(self, block: Block, logits: Tensor, judged: Tensor, n: Tensor) -> Tensor | None:
+        """[B] `Block.spent` after this block, n of whose drafts are accepted; None under rules without a budget."""
+        return None
 
     def settled(self, block: Block) -> bool:
         """Whether alignment decides the whole block, so that the judge is not needed. Only on a CPU: asking another
@@ -126,7 +133,8 @@ class AcceptanceRule:
         accepted = self._accepted(block, logits[:, :-1], choice[:, :-1], aligned, unusable)
         judged = torch.zeros_like(aligned) if accepted is aligned else accepted & ~aligned
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first rejected draft
-        return Verdict(n, self.following(block, logits, choice, aligned, n), judged, non_finite)
+        spent = self.spend(block, logits[:, :-1], judged, n)
+        return Verdict(n, self.following(block, logits, choice, aligned, n), judged, non_finite, spent)
 
     def _accepted(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, unusable: Tensor) -> Tensor:
         """[B, γ] which drafts are accepted: by alignment where figures are `unusable` and at guarded tokens, elsewhere
@@ -167,7 +175,7 @@ def _confirmed(aligned: Tensor, window: int) -> Tensor:
     return ahead[:, 1:].all(-1)[:, : aligned.shape[1]]
 
 
-def _gather(values: Tensor, tokens: Tensor) -> Tensor:
+def gather_tokens(values: Tensor, tokens: Tensor) -> Tensor:
     """[..., V], [...] → [...] the values of these tokens."""
     return values.gather(-1, tokens[..., None]).squeeze(-1)
 
@@ -213,7 +221,7 @@ class SpeculativeSampling(AcceptanceRule):
         if not block.gamma:
             return block.draft_tokens == choice[:, :0]
         p, q = self._distributions(block, logits)
-        p_d, q_d = _gather(p[:, :-1], block.draft_tokens), _gather(q, block.draft_tokens)
+        p_d, q_d = gather_tokens(p[:, :-1], block.draft_tokens), gather_tokens(q, block.draft_tokens)
         return block.uniforms[:, :-1] * q_d < p_d  # accept if u < p/q
 
     def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
@@ -247,10 +255,10 @@ class TopK(AcceptanceRule):
     special: tuple[int, ...] = ()
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        return _rank(logits, block.draft_tokens) < self.k
+        return rank_drafts(logits, block.draft_tokens) < self.k
 
 
-def _rank(logits: Tensor, drafts: Tensor) -> Tensor:
+def rank_drafts(logits: Tensor, drafts: Tensor) -> Tensor:
     """[B, γ] how many tokens are more likely than d_i (0 = the most likely)."""
     return (logits > logits.gather(-1, drafts[..., None])).sum(-1)
 
@@ -269,8 +277,8 @@ class Relaxed(AcceptanceRule):
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         p = logits.float().softmax(-1)
-        gap = p.amax(-1) - _gather(p, block.draft_tokens)
-        return (_rank(logits, block.draft_tokens) < self.k) & (gap <= self.delta)
+        gap = p.amax(-1) - gather_tokens(p, block.draft_tokens)
+        return (rank_drafts(logits, block.draft_tokens) < self.k) & (gap <= self.delta)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,13 +297,13 @@ class Typical(AcceptanceRule):
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         logits = logits.float() / self.temperature
         threshold = (self.delta * torch.exp(-_entropy(logits))).clamp_max(self.epsilon)
-        return aligned | (_gather(logits.log_softmax(-1), block.draft_tokens).exp() > threshold)
+        return aligned | (gather_tokens(logits.log_softmax(-1), block.draft_tokens).exp() > threshold)
 
 
-def _margin(block: Block, logits: Tensor) -> Tensor:
+def compute_margin(block: Block, logits: Tensor) -> Tensor:
     """[B, γ] log p_i(top) − log p_i(d_i) = Δ logit, in float32."""
-    best = logits.amax(-1) if block.argmax is None else _gather(logits, block.argmax[0][:, :-1])
-    return best.float() - _gather(logits, block.draft_tokens).float()
+    best = logits.amax(-1) if block.argmax is None else gather_tokens(logits, block.argmax[0][:, :-1])
+    return best.float() - gather_tokens(logits, block.draft_tokens).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,10 +335,10 @@ class Margin(AcceptanceRule):
             object.__setattr__(self, "threshold", self.defaults["threshold"])
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        return aligned | (_margin(block, logits) < self.threshold)
+        return aligned | (compute_margin(block, logits) < self.threshold)
 
     def harm(self, block: Block, logits: Tensor) -> Tensor:
-        return _margin(block, logits)
+        return compute_margin(block, logits)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest, with_options
 from selfjudge.decoding.rules import AcceptanceRule, Judged, JudgeOnly
+from selfjudge.decoding.rules_baselines import Divergence, RegretBudget
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.tokens import end_ids, special_ids
@@ -159,6 +160,9 @@ class RequestRules:
             raise SelfJudgeError("the guard of special tokens is a setting of the engine: leave it out of the rule")
         if request.kind is JudgeOnly:
             raise SelfJudgeError("rule 'judge_only' rejects aligned drafts, which vLLM accepts: use rule judged")
+        if request.kind in (Divergence, RegretBudget):
+            lacks = "the draft's logits" if request.kind is Divergence else "what an answer has spent so far"
+            raise SelfJudgeError(f"rule {request.kind.name!r} needs {lacks}, which it does not have in vLLM")
         if request.kind.lossless:
             return None
         guarded = replace(request, rule=with_options(request.text, guard=guard), gamma=self.gamma)
