@@ -1,4 +1,4 @@
-"""What a process takes of the machine: memory that was freed goes back, and threads that wait sleep."""
+"""What a process takes of the machine: memory that was freed goes back, loading takes little of it, and threads that wait sleep."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaModel
 
 SCRIPT = """
 import ctypes
@@ -50,3 +54,45 @@ def test_waiting_threads_sleep_soon_unless_the_user_says_how_they_wait(given: di
         [sys.executable, "-c", script], env=kept | given, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() in (("4000", "100000") if waits else (given.get("GOMP_SPINCOUNT", ""),))
+
+
+MEASURE = """
+import re, sys, torch
+from pathlib import Path
+from transformers import AutoConfig
+from selfjudge.models import load
+from selfjudge.models.checkpoint import StoredTensor
+
+kept = StoredTensor.to
+def forget(self, **options):
+    return kept(self, **options).to("meta")  # what a device of its own memory leaves on the host
+StoredTensor.to = forget
+torch.nn.Module.to = lambda self, *args: self
+def resident(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+source = Path(sys.argv[1])
+config = AutoConfig.from_pretrained(source)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+load._load_model(source, config, torch.bfloat16, torch.device("cpu"), {})
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a part of a run is Linux's")
+def test_host_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """A device with memory of its own is played by `meta`: the host then holds what is on its way alone."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=8192, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"model": LlamaModel(config)})
+    zeros = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    save_file(zeros, tmp_path / "model.safetensors", {"format": "pt"})
+    size = (tmp_path / "model.safetensors").stat().st_size >> 20
+    assert size > 250
+    ran = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(ran.stdout.split()[-1]) < size // 3, ran.stdout

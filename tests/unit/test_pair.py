@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
@@ -20,7 +19,6 @@ from selfjudge.models.catalogue import draft_for, shipped_draft
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import weights_sha256
-from selfjudge.models.weights import copy_mapped
 
 
 def test_folders(checkpoints: dict[str, str], tiny_pair: Pair) -> None:
@@ -179,17 +177,3 @@ def test_code_of_a_checkpoint_is_never_asked_for(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on standard input"))
     with pytest.raises(SelfJudgeError, match="not a readable checkpoint"):
         Pair.load(str(tmp_path / "remote"), checkpoints["draft"], device="cpu")
-
-
-def test_weights_are_copied_from_files_of_any_name(tmp_path: Path) -> None:
-    """As in the hub's cache, where a link leads to a file without an ending; others stay where they are."""
-    path = tmp_path / "0a1b2c"
-    torch.save({"weight": torch.ones(64, 64)}, path)
-    mapped, own = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
-    mapped.weight.data = torch.load(path, mmap=True, weights_only=True)["weight"]
-    place = own.weight.data_ptr()
-    copy_mapped(nn.Sequential(mapped, own))
-    with path.open("r+b") as file:
-        file.write(bytes(path.stat().st_size))
-    assert bool((mapped.weight == 1).all())
-    assert not Path("/proc/self/maps").exists() or own.weight.data_ptr() == place

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, check_reference, head_folder, unknown_model
+from selfjudge.models.checkpoint import find_files, open_checkpoint
 from selfjudge.models.convert import STORED_DTYPE, dequantise, gguf_tokenizer, quiet
 from selfjudge.models.device import check_memory, choose_device
 from selfjudge.models.gguf import open_model
@@ -26,7 +31,7 @@ from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.speculators import load_head
 from selfjudge.models.tokens import PROBE
-from selfjudge.models.weights import check_weights, copy_mapped
+from selfjudge.models.weights import check_weights
 from selfjudge.store import hub_options, unreachable, weight_files
 from selfjudge.types import Notify
 
@@ -112,10 +117,7 @@ class Loader:
             stored = STORED_DTYPE if made else torch.float32  # at most: what is stored in less needs more memory
             weights = sum(file.stat().st_size for file in weight_files(path)) // stored.itemsize
             check_memory(weights * self.dtype.itemsize, reference)
-        module, tokenizer = _load_checkpoint(path if path.is_dir() else reference, self.dtype)
-        if self.device.type == "cpu":
-            copy_mapped(module)
-        return module.to(self.device), tokenizer
+        return _load_checkpoint(path if path.is_dir() else reference, self.dtype, self.device)
 
     def _load_blocks(
         self, reference: str, tokenizer: PreTrainedTokenizerBase | None = None
@@ -179,6 +181,8 @@ def check_tokenizers(
 
 def _check_config(config: PretrainedConfig) -> None:
     """Refuse by name what transformers would stumble over, or run without sense."""
+    if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:  # each is built before weights are looked for
+        raise ValueError(f"it says that it has {config.num_hidden_layers} layers")
     rope, window = getattr(config, "rope_parameters", None) or {}, getattr(config, "sliding_window", None)
     for part in (rope, *rope.values()):
         kind = part.get("rope_type", "default") if isinstance(part, dict) else "default"
@@ -191,29 +195,50 @@ def _check_config(config: PretrainedConfig) -> None:
         raise ValueError(f"its sliding window is {window!r}")
 
 
-def _load_checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A checkpoint in a folder, or one of the hub by its id."""
+def _load_checkpoint(
+    source: Path | str, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A checkpoint in a folder, or one of the hub by its id, on its device."""
     try:
         with quiet():
             options = {} if isinstance(source, Path) else hub_options()
-            config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options).get_text_config()
-            if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:  # each is built before weights are looked for
-                raise ValueError(f"it says that it has {config.num_hidden_layers} layers")
-            _check_config(config)
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=dtype,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
-                **options,
-            )
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+            _check_config(config.get_text_config())
+            model, loading = _load_model(source, config, dtype, device, options)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except torch.OutOfMemoryError:
+        raise SelfJudgeError(f"{source} does not fit into the memory of {device}") from None
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
         if isinstance(source, Path):
             raise SelfJudgeError(f"{source} is not a readable checkpoint: {first_line(error)}") from None
         raise unknown_model(source, unreachable() or first_line(error)) from None
     check_weights(model, loading, source)
+    config = model.config.get_text_config()
+    window, context = (getattr(config, name, None) for name in ("sliding_window", "max_position_embeddings"))
+    if window is not None and context is not None and window > context:
+        warnings.warn(f"{source}: its sliding window of {window} exceeds its context of {context}", stacklevel=2)
     if getattr(config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # torch's own attention has no caps
     return model.eval(), tokenizer
+
+
+def _load_model(
+    source: Path | str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of a checkpoint, and what transformers says of names and shapes of its weights."""
+    told = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # they are named later
+    files = find_files(source, options)
+    if files is None:  # weights of an old format, which transformers reads
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            source, config=config, trust_remote_code=False, **told, **options
+        )
+        return model.to(device), loading
+    weights = open_checkpoint(files, config, device)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model, loading = type(outline).from_pretrained(
+        None, config=outline.config, state_dict=weights, trust_remote_code=False, **told
+    )
+    with contextlib.suppress(OSError):  # without one, the model's config names the end tokens
+        model.generation_config = GenerationConfig.from_pretrained(source, **options)
+    return model.to(device), loading

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
@@ -38,19 +37,6 @@ def check_heads(heads: int, kv_heads: int, source: Path | str) -> None:
     """Refuse heads that cannot share keys: engines would read beyond the last."""
     if heads % kv_heads:
         raise SelfJudgeError(f"{source} has {heads} heads, which cannot share {kv_heads} key heads evenly")
-
-
-def copy_mapped(model: nn.Module) -> None:
-    """Copy weights that are mapped from a file: it may be cut or overwritten while they are in use."""
-    mapped, maps = [range(1 << 64)], Path("/proc/self/maps")
-    if maps.exists():
-        lines = (line.split(None, 5) for line in maps.read_text().splitlines())
-        spans = (line[0].split("-") for line in lines if len(line) == 6 and line[5].startswith("/"))
-        mapped = [range(int(first, 16), int(stop, 16)) for first, stop in spans]
-    for tensor in (*model.parameters(), *model.buffers()):
-        before = bisect_right(mapped, tensor.data_ptr(), key=lambda span: span.start)
-        if before and tensor.data_ptr() in mapped[before - 1]:
-            tensor.data = tensor.data.clone()
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], source: Path | str) -> None:

@@ -143,7 +143,11 @@ class _Weights:
         self.shape, self.rotary = shape, rotary
         self.norm = norm_weight(norm, shape)
         self.dim = kernel_width(shape.head_dim, self.norm.device)
-        self.layers = [_Layer(layer, shape, self.dim).fuse(i) for i, layer in enumerate(layers)]
+        self.layers = []
+        for i, layer in enumerate(layers):
+            self.layers.append(_Layer(layer, shape, self.dim).fuse(i))
+            if self.norm.is_cuda:  # what was fused is free, in pieces that fit nothing else
+                torch.cuda.empty_cache()
         self.heads, self.kv_heads, self.epsilon = shape.heads, shape.kv_heads, shape.epsilon
         self.apart = shape.family.norms != "before" or shape.residual_scale != 1
         """Whether what a layer adds to the residual stream is changed first."""

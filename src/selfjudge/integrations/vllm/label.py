@@ -24,14 +24,14 @@ from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.integrations.vllm.serve import PairEngine
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.catalogue import draft_for, head_folder
+from selfjudge.models.checkpoint import find_files, read_headers
 from selfjudge.models.device import choose_device
 from selfjudge.models.load import check_tokenizers, choose_dtype
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.models.weights import check_finite
-from selfjudge.store import read_json
-from selfjudge.store.artefacts import TensorIndex
+from selfjudge.store import hub_options
 
 CASES = 1 << 18  # tokens of responses that are scored together
 POOLING = {
@@ -70,8 +70,6 @@ def outline_pair(
 
 def _outline(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model on the meta device, its output matrix on `device`."""
-    from safetensors import safe_open
-
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -79,15 +77,11 @@ def _outline(source: str, dtype: torch.dtype, device: torch.device) -> PreTraine
         model.generation_config = GenerationConfig.from_pretrained(source)
     head = model.get_output_embeddings()
     name = next(name for name, tensor in model.named_parameters() if tensor is head.weight)
-    folder = Path(source)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
-    index = folder / "model.safetensors.index.json"
-    file = read_json(index, TensorIndex)["weight_map"][name] if index.is_file() else "model.safetensors"
-    with safe_open(folder / file, "pt") as tensors:
-        head.weight = torch.nn.Parameter(tensors.get_tensor(name).to(device, dtype), requires_grad=False)
+    files = find_files(source, {} if Path(source).is_dir() else hub_options())
+    if files is None:
+        raise OSError("it has no safetensors files")
+    weight = read_headers(files, device)[name].to(dtype=dtype)
+    head.weight = torch.nn.Parameter(weight, requires_grad=False)
     check_finite([(name, head.weight)], source)
     return model.eval()
 
