@@ -71,7 +71,7 @@ class StoredTensor:
             file.seek(self.offset)
             for piece in raw.split(PIECE):
                 host = piece if self.device.type == "cpu" else torch.empty(len(piece), dtype=torch.uint8)
-                if file.readinto(host.numpy()) < len(piece):  # type: ignore[attr-defined]
+                if file.readinto(memoryview(host.numpy())) < len(piece):
                     raise ValueError(f"{self.file.name} ends early")
                 if host is not piece:
                     piece.copy_(host)
@@ -101,7 +101,8 @@ def find_files(source: Path | str, options: Mapping[str, Any]) -> list[Path] | N
     """The safetensors files of a checkpoint folder or a hub id, fetched if need be; None where it has none."""
 
     def find(name: str) -> str | None:
-        return cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
+        found: str | None = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
+        return found
 
     single, index = find("model.safetensors"), find("model.safetensors.index.json")
     if single is not None:
