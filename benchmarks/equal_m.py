@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from selfjudge.report.formats import percent, show_interval, signed_points
 from selfjudge.report.records import FEWEST_SCORED, EvalRun, Interval, group_by_task, name_task, read_results, slug
-from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table
+from selfjudge.report.tables import AGREEMENT, GAMMA, RULE, Column, Row, Table
 from selfjudge.store import measured_on, read_rows, write_json
 
 CURVES = {"margin": "margin", "margin, price": "priced margin"}

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from fake_labels import label_folder, straight
-from selfjudge.bench import gain
+from selfjudge.bench import demo
 from selfjudge.bench.config import DemoConfig
-from selfjudge.bench.demo import ACCEPTABLE, Demo, same_start
-from selfjudge.bench.gain import Gain
+from selfjudge.bench.demo import ACCEPTABLE, Demo, Gain, same_start
 from selfjudge.cli import main as cli
-from selfjudge.cli.demo import _ledger_in
+from selfjudge.cli.bench import _ledger_in
 from selfjudge.cli.groups import PairOptions
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.folder import read_manifest
@@ -82,13 +81,13 @@ def test_a_judge_is_made_although_hardly_any_of_a_few_labels_is_acceptable(
         return read_manifest(out)
 
     monkeypatch.setattr("selfjudge.bench.demo.label_pair", few_labels)
-    demo = Demo(tiny_pair, tiny_pair, DemoConfig(limit=1), lambda stage, share: None)
-    demo.make_judge(tmp_path)
-    own = demo.result["own"]
+    run = Demo(tiny_pair, tiny_pair, DemoConfig(limit=1), lambda stage, share: None)
+    run.make_judge(tmp_path)
+    own = run.result["own"]
     assert 0 < own["acceptable"] < 0.15
     assert "why_not" not in own
     assert own["auc"] > 0.5
-    assert list(demo.judges) == ["judged, made just now"]
+    assert list(run.judges) == ["judged, made just now"]
     labels = tmp_path / "labels"
     for seed in range(10):  # however the prompts are split
         load_rows([labels], TrainConfig(acceptable=ACCEPTABLE, seed=seed))
@@ -171,8 +170,8 @@ def with_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question on the large pair, for which the tiny one stands; short, and relaxed without a judge."""
     monkeypatch.delenv("SELFJUDGE_PAIR")
     relaxed = {"plain": ("exact", 0), "exact": ("exact", "auto"), "topk:20": ("topk:20", 3)}
-    monkeypatch.setattr(gain, "RULES", relaxed)
-    monkeypatch.setattr(gain, "MOST_TOKENS", 12)
+    monkeypatch.setattr(demo, "RULES", relaxed)
+    monkeypatch.setattr(demo, "MOST_TOKENS", 12)
 
 
 def test_the_gain_comes_first_and_the_last_lines_say_it(run_demo: Run, with_gain: None, tmp_path: Path) -> None:
@@ -216,7 +215,7 @@ def test_the_gain_as_json(run_demo: Run, with_gain: None) -> None:
 def test_a_relaxed_rule_drafts_as_much_as_exact_and_every_token_counts(
     tiny_pair: Pair, with_gain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gain, "RULES", {"plain": ("exact", 0), "exact": ("exact", 3), "topk:20": ("topk:20", None)})
+    monkeypatch.setattr(demo, "RULES", {"plain": ("exact", 0), "exact": ("exact", 3), "topk:20": ("topk:20", None)})
     said: list[tuple[str, float]] = []
     run = Gain(tiny_pair, DemoConfig(turns=1), lambda stage, share: said.append((stage, share)))
     assert [(turn, name) for turn, name, _ in run.measure()] == [(1, "plain"), (1, "exact"), (1, "topk:20")]
@@ -236,7 +235,7 @@ def test_a_slow_machine_is_told_of_a_shorter_way(
     run_demo: Run, with_gain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "this is slow here" not in run_demo("--turns", "2")[1]
-    monkeypatch.setattr("selfjudge.cli.demo.SLOW", 0)
+    monkeypatch.setattr("selfjudge.cli.bench.SLOW", 0)
     slow = r"^turn 1: plain .*\nthis is slow here: up to 0 min more for this question\. Ctrl-C keeps what is done"
     assert re.search(slow + ", and --quick takes less than half as long$", run_demo("--turns", "2")[1], re.M)
     assert re.search(slow + "$", run_demo("--quick")[1], re.M)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -36,6 +36,7 @@ FIGURES = (
     "tokens_per_second", "speed_over_plain",
 )  # fmt: skip
 """What `--json` prints of a generation as it is."""
+STREAMED = ("max_new_tokens", "stop", "seed", "raw", "engine")  # fields of `DecodeOptions` that are options of `stream`
 SHARED = ("default_rule", "name", "api_key", "allowed_host", "shadow")  # settings of our server that vLLM's takes, too
 TINTS = {"draft": "green", "judge": "black on yellow", "target": ""}
 LEGEND = {
@@ -78,44 +79,31 @@ def generate(
 
     rule = request.resolve(pair, sampling=decode.sampling)
     load = LoadWatch()
-    answer = stream(
-        pair,
-        prompt,
-        rule,
-        gamma=request.gamma,
-        max_new_tokens=decode.max_new_tokens,
-        stop=decode.stop,
-        seed=decode.seed,
-        raw=decode.raw,
-        engine=decode.engine,
-    )
+    answer = stream(pair, prompt, rule, gamma=request.gamma, **{name: getattr(decode, name) for name in STREAMED})
     _show(answer, color, quiet=as_json, longest=decode.max_new_tokens, on_cuda=pair.target.device.type == "cuda")
     result = answer.generation
     if as_json:
-        draft_dtype = PairEngines(pair, decode.engine).draft_dtype
-        print_json(
-            {
-                "text": result.text,
-                "token_ids": result.tokens,
-                **{name: getattr(result, name) for name in FIGURES},
-                "judged_tokens": [asdict(token) for token in result.judged_tokens],
-                "seconds": dict(result.seconds),
-                "threshold": rule.theta,
-                "price": rule.price,
-                "pair": pair.name,
-                "dtype": pair.dtype,
-                "draft_dtype": draft_dtype,
-                "rule": request.text,
-                "gamma": "auto" if result.gamma is None else result.gamma,
-                "busy": load.describe(),
-            }
-        )
+        dtypes = {"dtype": pair.dtype, "draft_dtype": PairEngines(pair, decode.engine).draft_dtype}
+        named = {"pair": pair.name, "rule": request.text, "threshold": rule.theta, "price": rule.price}
+        print_json({**_as_json(result), **named, **dtypes, "busy": load.describe()})
         return
     typer.echo()
     if color:
         _explain_colors(result)
     for line in describe_answer(result, load.describe()):
         typer.echo(line, err=True)
+
+
+def _as_json(result: Generation) -> dict[str, Any]:
+    """What `--json` prints of the generation itself."""
+    return {
+        "text": result.text,
+        "token_ids": result.tokens,
+        **{name: getattr(result, name) for name in FIGURES},
+        "judged_tokens": [asdict(token) for token in result.judged_tokens],
+        "seconds": dict(result.seconds),
+        "gamma": "auto" if result.gamma is None else result.gamma,
+    }
 
 
 def _explain_colors(result: Generation) -> None:
@@ -211,8 +199,12 @@ def serve(
         return
     if vllm or load is not None:
         raise SelfJudgeError(f"`{'vllm' if vllm else 'load'}` goes with --backend vllm")
-
     replace(setup, request=setup.request if own.needs_judge else own).resolve()
+    _serve_torch(setup, config, host, port)
+
+
+def _serve_torch(setup: Setup, config: ServerConfig, host: str, port: int) -> None:
+    """Load the models and answer with our own loop; an address that is not free is refused first."""
     listener = listen(host, port)
     pair = setup.load(needs_draft=setup.request.gamma != 0)
 
@@ -254,9 +246,7 @@ def _choose_vllm_gamma(setup: Setup, flags: list[str], load: int | None) -> Engi
 
     models, gamma = setup.models, setup.request.gamma
     if gamma == 0 and setup.recipe is not None:
-        raise SelfJudgeError(
-            f"{setup.recipe.folder} decodes plainly (γ 0): serve it without --backend vllm, or its model by vLLM alone"
-        )
+        raise SelfJudgeError(f"{setup.recipe.folder} decodes plainly (γ 0): serve it without --backend vllm")
     if isinstance(gamma, int):
         return EngineGamma(gamma)
     draft, rule = draft_for(models.name, models.draft), setup.resolve()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from selfjudge.cli import bench, decode, demo, doctor, evaluate, models, train
+from selfjudge.cli import bench, decode, doctor, evaluate, models, train
 from selfjudge.cli.output import OPTIONS, as_options
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import versions
@@ -42,7 +42,7 @@ COMMANDS = {
     "ls": models.ls,
     "serve": decode.serve,
     "bench": bench.bench,
-    "demo": demo.demo,
+    "demo": bench.demo,
     "doctor": doctor.doctor,
 }
 for name, command in COMMANDS.items():

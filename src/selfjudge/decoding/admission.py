@@ -20,25 +20,19 @@ from selfjudge.types import MAX_GAMMA, Emission, Finish, Gamma, Origin, TokenCol
 class Request(NamedTuple):
     """A prompt to be answered."""
 
-    prompt: Sequence[int]
-    """Token ids."""
+    prompt: Sequence[int]  # token ids
     max_new_tokens: int = 256
-    seed: int = 0
-    """Seed of the row's random numbers, under sampling rules."""
+    seed: int = 0  # seed of the row's random numbers, under sampling rules
 
 
 @dataclass
 class AdmissionQueue:
     """Requests that wait for a running batch; the caller adds them between steps."""
 
-    rows: int
-    """Maximum rows at a time."""
-    length: int
-    """Maximum tokens of a row, prompt and answer: static engines reserve this length for each row."""
-    waiting: deque[Request] = field(default_factory=deque)
-    """Requests in the order of their arrival."""
-    crowded: bool = False
-    """Whether other batches wait for their turn: prompts are then read in small chunks."""
+    rows: int  # maximum rows at a time
+    length: int  # maximum tokens of a row, prompt and answer: static engines reserve this length for each row
+    waiting: deque[Request] = field(default_factory=deque)  # requests in the order of their arrival
+    crowded: bool = False  # whether other batches wait for their turn: prompts are then read in small chunks
 
     def put(self, request: Request) -> None:
         if len(request.prompt) + request.max_new_tokens > self.length:
@@ -52,12 +46,9 @@ class BatchRows:
 
     index: NDArray[np.int64]
     """Number of each row, in the order of requests; −1 for idle rows, which fill a batch up to a captured size."""
-    left: NDArray[np.int64]
-    """Tokens that each row may still emit."""
-    finished: NDArray[np.bool_]
-    """Whether each row has ended."""
-    gamma: NDArray[np.int64]
-    """γ of each row where it stays the same for the whole answer, else −1."""
+    left: NDArray[np.int64]  # tokens that each row may still emit
+    finished: NDArray[np.bool_]  # whether each row has ended
+    gamma: NDArray[np.int64]  # γ of each row where it stays the same for the whole answer, else −1
 
     @classmethod
     def new(cls, numbers: Sequence[int], limits: Sequence[int], gamma: int = -1) -> BatchRows:

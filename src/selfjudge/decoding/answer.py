@@ -25,17 +25,12 @@ class Answer:
     origins: list[Origin] = field(default_factory=list)
     judged_tokens: list[JudgedToken] = field(default_factory=list)
     text: str = ""
-    shown: int = 0
-    """Characters of the text that were streamed."""
+    shown: int = 0  # characters of the text that were streamed
     cycles: int = 0
-    drafted: int = 0
-    """Draft tokens of all cycles."""
-    gamma: int = 0
-    """Draft tokens of the latest cycle."""
-    fixed_gamma: int | None = None
-    """γ where it is the same for the whole answer."""
-    cost: float = 0.0
-    """Seconds of all cycles by the table of costs; 0 where γ was fixed."""
+    drafted: int = 0  # draft tokens of all cycles
+    gamma: int = 0  # draft tokens of the latest cycle
+    fixed_gamma: int | None = None  # γ where it is the same for the whole answer
+    cost: float = 0.0  # seconds of all cycles by the table of costs; 0 where γ was fixed
     plain_cost: float = 0.0
     """Seconds of as many plain cycles as the answer has tokens after the first, by the same table."""
     finish: Finish | None = None

@@ -22,8 +22,7 @@ from selfjudge.models.loaded import LoadedModel, Target, as_loaded
 from selfjudge.models.shape import describe_model
 from selfjudge.types import FINISHES, Finish, TokenColumn
 
-Response = tuple[int, list[int], Finish]
-"""Index of the prompt, the tokens with the end token, why the answer ended."""
+Response = tuple[int, list[int], Finish]  # index of the prompt, the tokens with the end token, why the answer ended
 
 
 def respond(

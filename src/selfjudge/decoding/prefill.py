@@ -26,11 +26,9 @@ class PrefillGroup:
         self.device = device
         self.timer = PhaseTimer(device)
         self.engines: BatchEngines | None = None
-        self.output: Output
-        """The target's output at the last token that was read."""
+        self.output: Output  # the target's output at the last token that was read
         self.width = max(len(request.prompt) for request in self.requests)
-        self.unread = self.width
-        """Token columns that have not been read."""
+        self.unread = self.width  # token columns that have not been read
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -89,8 +87,7 @@ class Prefill:
     """The prompts that are being read. Short ones share a pass; a long one is read alone, one chunk at a time."""
 
     engines: BatchEngines
-    step_tokens: int
-    """Tokens of a row in one step, γ + 1: a row needs as many cache slots beyond its own tokens."""
+    step_tokens: int  # tokens of a row in one step, γ + 1: a row needs as many cache slots beyond its own tokens
 
     def __post_init__(self) -> None:
         self.groups: list[PrefillGroup] = []

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.prompts.sources import Source, apply_limit
-from selfjudge.store import read_json, sha256
+from selfjudge.prompts.sources import Source, apply_limit, hash_files
+from selfjudge.store import read_json
 from selfjudge.types import check_settings, setting
 
 KINDS = read_json(Path(__file__).with_name("kinds.json"))
@@ -74,11 +74,10 @@ class DistillConfig:
 
     def as_settings(self) -> dict[str, Any]:
         """The settings as `settings.json` keeps them, with checksums of the prompt files."""
-        files = [Path(source.name).expanduser() for source in self.sources]
         return {
             **asdict(self),
             "prompts": list(self.prompts or KINDS[self.kind]["prompts"]),
             "rate": self.schedule.rate,
             "batch_tokens": self.schedule.batch_tokens,
-            "prompt files": {str(file): sha256(file) for file in files if file.is_file()},
+            "prompt files": hash_files(self.sources),
         }

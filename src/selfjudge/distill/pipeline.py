@@ -26,7 +26,7 @@ from selfjudge.distill.data import DataMaker, Dataset
 from selfjudge.distill.eagle import HeadLearner, draft_vocabulary, measure_sizes, new_head
 from selfjudge.distill.student import Student, StudentLearner
 from selfjudge.distill.train import Trainer, TrainingState
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
 from selfjudge.models.eagle import EagleConfig, decoder_layers
 from selfjudge.models.pair import Pair
@@ -51,9 +51,7 @@ def distill_draft(
     if config.kind == "eagle3":
         decoder_layers(pair.target)  # refuses a target whose states cannot be read
     if not pair.tokenizer.chat_template:
-        raise SelfJudgeError(
-            f"{pair.target_id} has no chat template: a draft is distilled from answers to chat prompts"
-        )
+        raise SelfJudgeError(f"{pair.target_id} has no chat template: a draft learns from answers to chat prompts")
     run = RunFolder(out)
     run.claim(own=("work",))  # a checkpoint of the training may be brought along
     if not run.begun:
@@ -68,10 +66,8 @@ def distill_draft(
             run.reopen(settings)
             return _distill(DataMaker(pair, config, run, data, notify))
     except torch.OutOfMemoryError as error:
-        raise SelfJudgeError(
-            f"out of memory ({str(error).splitlines()[0]}): use a smaller `batch_tokens` or `batch`;"
-            " what is done is kept"
-        ) from None
+        words = f"out of memory ({first_line(error)}): use a smaller `batch_tokens` or `batch`"
+        raise SelfJudgeError(f"{words}; what is done is kept") from None
     except SafetensorError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}; what is done is kept and the run can be resumed") from None
 

@@ -18,10 +18,8 @@ from selfjudge.ops import argmax_checked
 class Output:
     """What a forward pass returns."""
 
-    logits: Tensor
-    """[B, keep, V] of the last `keep` positions."""
-    hidden: Tensor | None
-    """[B, keep, H] the input of the LM head, where it was asked for."""
+    logits: Tensor  # [B, keep, V] of the last `keep` positions
+    hidden: Tensor | None  # [B, keep, H] the input of the LM head, where it was asked for
     features: Tensor | None = None
     """[B, T, F] inputs of the layers that were asked for, at all positions. Of a head: its states [B, keep, H]."""
     argmax: tuple[Tensor, Tensor] | None = None
@@ -45,8 +43,7 @@ class Output:
 class RowCache(Protocol):
     """The rows of a ragged batch: every row has its own number of cached tokens."""
 
-    window: int
-    """Context window: the most positions a row may hold."""
+    window: int  # context window: the most positions a row may hold
     device: device
     static: bool = False
     """Whether every pass must have the shape of the first: `capture` then replays it without Python."""
@@ -131,8 +128,7 @@ class Engine(RowCache):
 class HeadEngine(Engine):
     """An EAGLE-3 head over a ragged batch: entry t of a row is made of the token at t+1 and the state at t."""
 
-    vocabulary: Tensor
-    """[D] the token of each of its logits."""
+    vocabulary: Tensor  # [D] the token of each of its logits
     hidden_size: int
 
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:

@@ -17,8 +17,7 @@ from selfjudge.models.tokens import context_window
 GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
 TOKENS = {"cuda": 131072}  # tokens of a pass, by device
 LOGITS = {"cuda": 1 << 29}  # logits that are computed at a time, by device
-Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
-"""Prompts and their answers."""
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompts and their answers
 
 
 def choose_width(longest: int, device: torch.device, window: int = 1 << 30) -> int:

@@ -81,9 +81,7 @@ def load_classifier(name: str, device: torch.device | str = "cpu") -> Entails:
     labels = {str(label).lower(): int(i) for i, label in model.config.id2label.items()}
     places = [next((i for label, i in labels.items() if start in label), None) for start in ("entail", "contra")]
     if None in places:
-        raise SelfJudgeError(
-            f"{name} is not an NLI model: its labels are {', '.join(labels)}, not entailment and contradiction"
-        )
+        raise SelfJudgeError(f"{name} is not an NLI model: its labels are {', '.join(labels)}")
     model.to(device)
 
     @torch.no_grad()

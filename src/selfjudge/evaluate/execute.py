@@ -118,8 +118,7 @@ class Execution:
             return False
         if summary["run_sha256"] != self.run.identity:
             raise SelfJudgeError(
-                f"{self.folder} was made with another judge or threshold, or by another version:"
-                " name another `out` or remove it"
+                f"{self.folder} was made with another judge or threshold: name another `out` or remove it"
             )
         shutil.rmtree(self.folder / "work", ignore_errors=True)
         return True

@@ -111,9 +111,9 @@ class JudgeConfig:
     def check_target(self, name: str, sha256: str, hidden_size: int) -> None:
         """Refuse a target this judge was not trained for."""
         if self.hidden_size != hidden_size:
+            sizes = f"{self.hidden_size}, the target {name} has {hidden_size}"
             raise SelfJudgeError(
-                f"this judge reads hidden states of width {self.hidden_size}, the target {name} has {hidden_size}:"
-                " use a judge trained for this target"
+                f"this judge reads hidden states of width {sizes}: use a judge trained for this target"
             )
         hashed = bool(self.target_sha256 and sha256)
         if self.target_sha256 != sha256 if hashed else self.target not in ("", name):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOWEST, JudgeConfig, find_judge
 from selfjudge.ops import has_triton
-from selfjudge.store import write_json, write_tensors
+from selfjudge.store import read_tensors, write_json, write_tensors
 from selfjudge.types import Block
 
 if TYPE_CHECKING:
@@ -135,15 +135,9 @@ class Judge(nn.Module):
     @classmethod
     def from_pretrained(cls, source: str | Path) -> Judge:
         """Load a judge by embedded name, folder or hub id; anything this version does not understand is refused."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
         folder = find_judge(source)
         config, file = JudgeConfig.from_pretrained(folder), folder / "model.safetensors"
-        try:
-            tensors = load(file.read_bytes())  # not mapped: the file may be overwritten while the judge is in use
-        except (OSError, SafetensorError) as error:
-            raise SelfJudgeError(f"cannot read {file}: {error}") from None
+        tensors = {name: torch.from_numpy(array) for name, array in read_tensors(file)[0].items()}
         if tensors.keys() != {"weight", "bias"}:
             raise SelfJudgeError(f"{file} holds {', '.join(sorted(tensors)) or 'nothing'}, a judge has bias, weight")
         for name, tensor in tensors.items():

@@ -37,8 +37,7 @@ def calibrate(
     originals = check.find_originals(responses)
     if not originals:
         raise SelfJudgeError(
-            f"no response to {task.name} has an answer to preserve:"
-            " raise `max_new_tokens`, `calibrate` on another task or give `tau`"
+            f"no response to {task.name} has an answer to preserve: raise `max_new_tokens` or give `tau`"
         )
     events = search_critical_tokens(
         pair, config, originals, notify=lambda share: notify("τ: searching critical tokens", share)

@@ -8,10 +8,10 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
-from selfjudge.prompts.sources import Source, apply_limit, check_readable
-from selfjudge.store import read_json, sha256
+from selfjudge.prompts.sources import Source, apply_limit, check_readable, hash_files
+from selfjudge.store import read_json
 from selfjudge.store.artefacts import TauFile
-from selfjudge.tasks import FILE, is_task, load_task
+from selfjudge.tasks import is_task, load_task
 from selfjudge.types import check_settings, setting
 
 METHODS = ("selfjudge", "autojudge", "autojudge+", "consequences")
@@ -79,12 +79,7 @@ class LabelConfig:
 
     def as_settings(self) -> dict[str, Any]:
         """The settings as `settings.json` keeps them, with checksums of the prompt files."""
-        files = [Path(source.name.removeprefix(FILE)).expanduser() for source in self.sources()]
-        return {
-            **asdict(self),
-            "prompts": self._prompts,
-            "prompt files": {str(file): sha256(file) for file in files if file.is_file()},
-        }
+        return {**asdict(self), "prompts": self._prompts, "prompt files": hash_files(self.sources())}
 
 
 def is_checkable(name: str) -> bool:
@@ -101,8 +96,7 @@ def require_tau(target: str, draft_sha256: str | None, suffix_length: int) -> di
     """The τ that ships with a pair; where there is none, the error says how to find one."""
     if (shipped := find_shipped_tau(target, draft_sha256, suffix_length)) is None:
         raise SelfJudgeError(
-            "no τ is known for this pair and suffix length: give `tau`, or find it with `calibrate`"
-            " (gsm8k, or arithmetic, which needs no data)"
+            "no τ is known for this pair and suffix length: find it with `calibrate` arithmetic, or give `tau`"
         )
     return shipped
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -39,7 +37,7 @@ from selfjudge.models.gguf import (
 )
 from selfjudge.models.shape import describe, head_width
 from selfjudge.models.weights import check_finite
-from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
+from selfjudge.store import quiet_hub, read_json, read_tensors, scratch, write_json, write_tensors
 from selfjudge.types import Tell, ignore
 
 if TYPE_CHECKING:
@@ -199,8 +197,9 @@ def write_compact(tensors: Mapping[str, Tensor], config: Mapping[str, Any], fold
 
 def read_compact(folder: Path) -> dict[str, Tensor]:
     """The tensors of a compact draft, in float32."""
+    file = folder / "draft.safetensors"
+    packed = {name: torch.from_numpy(array) for name, array in read_tensors(file)[0].items()}
     try:
-        packed = load_file(folder / "draft.safetensors")
         tensors = {
             name: tensor.float() * packed[f"{name}.scale"].float()[:, None]
             if tensor.dtype == torch.int8
@@ -208,9 +207,9 @@ def read_compact(folder: Path) -> dict[str, Tensor]:
             for name, tensor in packed.items()
             if not name.endswith(".scale")
         }
-    except (OSError, SafetensorError, KeyError, IndexError, RuntimeError) as error:
+    except (KeyError, IndexError, RuntimeError) as error:  # scales are missing, or of other shapes
         raise SelfJudgeError(f"cannot read the draft in {folder}: {first_line(error)}") from None
-    check_finite(tensors.items(), folder / "draft.safetensors")
+    check_finite(tensors.items(), file)
     return tensors
 
 

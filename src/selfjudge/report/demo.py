@@ -9,7 +9,7 @@ from typing import Any
 from selfjudge.report.formats import Sentences, fixed, percent, quote_token, show_text, tenths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
-from selfjudge.report.table import GAMMA, PER_PASS, RULE, Column, Table, word_column
+from selfjudge.report.tables import GAMMA, PER_PASS, RULE, Column, Table, word_column
 from selfjudge.types import GLOSSARY
 
 

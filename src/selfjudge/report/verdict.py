@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, in_points, put_far_points_at_the_edge
 from selfjudge.report.formats import Sentences, change, fixed, gain, show_count, signed_points
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
-from selfjudge.report.table import AGREEMENT, PER_PASS, RULE, Column, Row, Table, score_column
-from selfjudge.report.tables import average_row
+from selfjudge.report.tables import AGREEMENT, PER_PASS, RULE, Column, Row, Table, average_row, score_column
 
 LOW_SCORE = 0.1  # a score of `exact` below which a rule can hardly lose anything
 FEW_PROMPTS = 100  # below so many prompts a loss of 3 points may go unseen, even if not one answer changed

@@ -26,13 +26,8 @@ def versions(*more: str) -> dict[str, str]:
     known = {"python": platform.python_version()}
     for name in ("selfjudge", "torch", "transformers", "safetensors", *more):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            known[name] = _find_version(name)
+            known[name] = metadata.version(name)
     return known
-
-
-@cache
-def _find_version(package: str) -> str:
-    return metadata.version(package)
 
 
 def machine() -> dict[str, Any]:
@@ -87,7 +82,7 @@ def keep_settings(file: Path, now: Mapping[str, Any], *, free: Collection[str] =
     then = read_json(file)
     if differing := [key for key in now if key not in free and then.get(key) != now[key]]:
         raise SelfJudgeError(
-            f"{file.parent} was begun with another {', '.join(differing)}: name another `out` or remove the folder"
+            f"{file.parent} was begun with another {', '.join(differing)}: name another `out` or remove it"
         )
     return then
 
@@ -148,9 +143,7 @@ class RunFolder:
             with locked(self.path / ".lock", refuse=f"another process works on {self.path}"):
                 yield keep_settings(self.path / "settings.json", settings, free=free)
         except OSError as error:
-            raise SelfJudgeError(
-                f"cannot write {self.path}: {error}; what is done is kept and the run can be resumed"
-            ) from None
+            raise SelfJudgeError(f"cannot write {self.path}: {error}; what is done is kept, to be resumed") from None
 
     def seal(self, name: str, files: Iterable[str], made_from: str = "", **yields: Any) -> dict[str, Any]:
         """Seal a part whose files, named relative to the folder, are whole; `yields` is for later parts to know."""

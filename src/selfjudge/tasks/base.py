@@ -161,9 +161,7 @@ def load_hub_rows(task: str, name: str, config: str | None = None, **options: An
     try:
         from datasets import load_dataset
     except ImportError:
-        raise SelfJudgeError(
-            f"{task} needs its data: give `data` or set SELFJUDGE_DATA, or install datasets to read it from the hub"
-        ) from None
+        raise SelfJudgeError(f"{task} needs its data: give `data` or set SELFJUDGE_DATA, or install datasets") from None
     try:
         if unreachable() is not None:  # local copies only: `datasets` would try for half a minute
             from datasets import config as settings

@@ -295,7 +295,7 @@ def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | 
     length = stored if suffix_length is None else suffix_length
     if length > stored:
         raise SelfJudgeError(
-            f"{folder} holds scores of {stored} tokens, not {length}: label again with a `suffix_length` of {length}"
+            f"{folder} holds scores of {stored} tokens: label again with a `suffix_length` of {length}"
         )
     if gap and gap >= length:
         raise SelfJudgeError(f"`suffix_gap` {gap} leaves nothing of a suffix of {length} tokens")

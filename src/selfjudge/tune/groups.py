@@ -14,10 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain, takewhile
 
-SHINGLE = 3
-"""Words in a row that are compared; a character beyond a to z and digits is a word of its own."""
-SIMILAR = 0.7
-"""Prompts are near-duplicates if they share at least so much of their shingles (Jaccard)."""
+SHINGLE = 3  # words in a row that are compared; a character beyond a to z and digits is a word of its own
+SIMILAR = 0.7  # prompts are near-duplicates if they share at least so much of their shingles (Jaccard)
 KEY_DIGITS = 16  # digits of a prompt's key in the ledger
 _EXCLAIMED = re.compile(r"(?<=[^\W\d_]{2})!+(?=[\s?.'\"]|$)")  # marks after a word, not n! nor !=
 _WORD = re.compile(r"[a-z0-9]+|[^\sa-z0-9]")

@@ -36,72 +36,76 @@ BODY_SECONDS = 30.0  # time that a client has to send the body of its request
 
 def make_app(scheduler: Scheduler, recipe: Mapping[str, str] | None) -> ASGI:
     """The application, guarded. `recipe` is what `playground.describe` says of the recipe in use."""
-    app = FastAPI(title="selfjudge", docs_url=None, redoc_url=None)
+    app, answer = FastAPI(title="selfjudge", docs_url=None, redoc_url=None), Endpoints(scheduler, recipe)
     app.router.route_class = StrictRoute
-    config, metrics, name = scheduler.config, scheduler.metrics, scheduler.config.name
-    encoder, since = Encoder(scheduler.pair), int(time.time())
-    metrics.gauge("event_loop_tasks", lambda: len(asyncio.all_tasks()))
+    scheduler.metrics.gauge("event_loop_tasks", lambda: len(asyncio.all_tasks()))
     for kind in (RefusedError, SelfJudgeError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
+    app.get("/", include_in_schema=False)(answer.playground)
+    app.get("/health")(answer.health)
+    app.get("/metrics")(answer.metrics)
+    app.get("/v1/models")(answer.models)
+    app.get("/v1/models/{name:path}")(answer.model)
+    app.post("/v1/chat/completions")(answer.chat)
+    app.post("/v1/completions")(answer.completions)
+    return Guard(app, scheduler)
 
-    def describe_model() -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": since,
-            "owned_by": "selfjudge",
-            "max_model_len": config.max_context,
-            "selfjudge": {**_describe_decoding(scheduler), "recipe": recipe},
-        }
 
-    def check_model(wanted: str | None) -> None:
-        if wanted not in (None, name):
-            message = f"there is no model {wanted!r} here, only {name!r}"
-            raise RefusedError(404, message, "model_not_found", "model")
+class Endpoints:
+    """What is answered at each path."""
 
-    async def complete(request: Request, body: ChatRequest | TextRequest) -> Response:
-        check_model(body.model)
-        return await Completion(scheduler, encoder, request, body).respond()
+    def __init__(self, scheduler: Scheduler, recipe: Mapping[str, str] | None) -> None:
+        self.scheduler, self.recipe, self.name = scheduler, recipe, scheduler.config.name
+        self.encoder, self.since = Encoder(scheduler.pair), int(time.time())
 
-    @app.get("/", include_in_schema=False)
-    async def playground() -> Response:
+    async def playground(self) -> Response:
         """The page for people."""
         return Response(page(), media_type="text/html", headers=headers())
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(self) -> Response:
         """Whether requests are welcome."""
-        if scheduler.closed or not scheduler.alive:
-            return JSONResponse({"status": "stopping" if scheduler.closed else "broken"}, 503)
+        if self.scheduler.closed or not self.scheduler.alive:
+            return JSONResponse({"status": "stopping" if self.scheduler.closed else "broken"}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
-    async def metrics_text() -> Response:
+    async def metrics(self) -> Response:
         """Figures for Prometheus."""
-        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = self.scheduler.metrics.text()
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(self) -> Response:
         """The one model there is."""
-        return JSONResponse({"object": "list", "data": [describe_model()]})
+        return JSONResponse({"object": "list", "data": [self._describe_model()]})
 
-    @app.get("/v1/models/{wanted:path}")
-    async def model(wanted: str) -> Response:
+    async def model(self, name: str) -> Response:
         """The model of that name."""
-        check_model(wanted)
-        return JSONResponse(describe_model())
+        self._check_model(name)
+        return JSONResponse(self._describe_model())
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatRequest) -> Response:
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a conversation."""
-        return await complete(request, body)
+        self._check_model(body.model)
+        return await Completion(self.scheduler, self.encoder, request, body).respond()
 
-    @app.post("/v1/completions")
-    async def completions(request: Request, body: TextRequest) -> Response:
+    async def completions(self, request: Request, body: TextRequest) -> Response:
         """Continue a text."""
-        return await complete(request, body)
+        self._check_model(body.model)
+        return await Completion(self.scheduler, self.encoder, request, body).respond()
 
-    return Guard(app, scheduler)
+    def _check_model(self, wanted: str | None) -> None:
+        if wanted not in (None, self.name):
+            message = f"there is no model {wanted!r} here, only {self.name!r}"
+            raise RefusedError(404, message, "model_not_found", "model")
+
+    def _describe_model(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.since,
+            "owned_by": "selfjudge",
+            "max_model_len": self.scheduler.config.max_context,
+            "selfjudge": {**_describe_decoding(self.scheduler), "recipe": self.recipe},
+        }
 
 
 def _describe_decoding(scheduler: Scheduler) -> dict[str, Any]:

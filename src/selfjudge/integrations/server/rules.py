@@ -22,12 +22,9 @@ class BatchKey:
 
     rule: AcceptanceRule
     gamma: Gamma
-    request: RuleRequest = field(compare=False)
-    """What was asked for, with the rule named."""
-    trace: bool = False
-    """Whether to note what the target wanted at judged tokens."""
-    background: bool = False
-    """Whether nobody waits for the answer (`shadow`): such answers have a batch of their own."""
+    request: RuleRequest = field(compare=False)  # what was asked for, with the rule named
+    trace: bool = False  # whether to note what the target wanted at judged tokens
+    background: bool = False  # whether nobody waits for the answer (`shadow`): such answers have a batch of their own
 
     def __str__(self) -> str:
         """For people: `judged, θ = 0.7, γ = 4`."""

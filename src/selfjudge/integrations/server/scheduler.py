@@ -35,8 +35,7 @@ from selfjudge.tune.recipe import Recipe
 from selfjudge.types import Notify, Tell, ignore
 
 LOG = logging.getLogger("selfjudge.server")
-CAPTURE_SECONDS = 20.0
-"""Time for captures before the server is ready; those that are left follow while it is idle."""
+CAPTURE_SECONDS = 20.0  # time for captures before the server is ready; those that are left follow while it is idle
 CUDA_PROMPTS = (40, 40, 600)
 """Tokens of the prompts that are tried out on CUDA: short ones, whose graph is captured the second time; a long one."""
 
@@ -85,10 +84,8 @@ class _ActiveBatch:
 class Scheduler:
     """See the module's docstring."""
 
-    shadow: ShadowJobs | None = None
-    """Who decodes a share of the requests again; set before the start."""
-    warm_up: WarmUp | None = None
-    """Cycles that are captured while nobody waits; set before the start."""
+    shadow: ShadowJobs | None = None  # who decodes a share of the requests again; set before the start
+    warm_up: WarmUp | None = None  # cycles that are captured while nobody waits; set before the start
 
     def __init__(self, pair: Pair, rules: Rules, config: ServerConfig, metrics: Metrics) -> None:
         self.pair, self.rules, self.config, self.metrics = pair, rules, config, metrics

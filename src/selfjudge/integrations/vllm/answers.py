@@ -120,9 +120,7 @@ class PartialAnswer:
 def request_options(rule: AcceptanceRule) -> dict[str, Any]:
     """What a request says to be decoded with this rule (`config.RequestRules`)."""
     if rule.name == "sampling" or (isinstance(rule, Judged) and rule.base.name == "sampling"):
-        raise SelfJudgeError(
-            f"`backend` vllm answers greedily: rule {rule.name!r} with a temperature needs `backend` torch"
-        )
+        raise SelfJudgeError(f"`backend` vllm answers greedily: rule {rule.name!r} with a temperature needs torch")
     if rule.lossless:
         return {"off": True}
     if not getattr(rule, "guard", True):

@@ -28,8 +28,7 @@ from selfjudge.models.pull import served_reference
 from selfjudge.store import machine, read_json, versions
 from selfjudge.types import MAX_GAMMA, default_gamma
 
-LOAD = 8
-"""Requests at a time that γ is chosen for where vLLM cannot change it with its batch."""
+LOAD = 8  # requests at a time that γ is chosen for where vLLM cannot change it with its batch
 
 
 def choose_gamma(

@@ -55,14 +55,10 @@ def encode(rule: AcceptanceRule | None) -> Code | None:
 class DraftRows:
     """Which of R requests owns each of n flat rows."""
 
-    owner: Tensor
-    """[n] the request of each row."""
-    place: Tensor
-    """[n] its index within the request's block."""
-    counts: Tensor
-    """[R] drafts of each request."""
-    first: Tensor
-    """[R] the first row of each request."""
+    owner: Tensor  # [n] the request of each row
+    place: Tensor  # [n] its index within the request's block
+    counts: Tensor  # [R] drafts of each request
+    first: Tensor  # [R] the first row of each request
 
     @classmethod
     def of(cls, counts: Tensor, total: int) -> DraftRows:

@@ -60,12 +60,10 @@ class FirstRunnerAdapter:
         self._begin(None)
 
     def _begin(self, rows: DraftRows | None) -> None:
-        self._rows = rows
-        """None outside of a step (profiling runs)."""
+        self._rows = rows  # None outside of a step (profiling runs)
         self._approved: Tensor | None = None
         """[n] which drafts the rules approved; None where all requests are lossless."""
-        self._flags: Tensor | None = None
-        """[2, n] what `Approval.mark` returned."""
+        self._flags: Tensor | None = None  # [2, n] what `Approval.mark` returned
 
     def before_sampling(self) -> None:
         """Ask the rules about the drafts that are about to be verified."""

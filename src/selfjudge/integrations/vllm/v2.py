@@ -78,8 +78,7 @@ class MarkProcessor(LogitsProcessor):
     Keeps by request slot: the rule, and of the current block [slots, γ+1] what it approved and the flags of the mark.
     """
 
-    open = False
-    """Whether a verification is under way."""
+    open = False  # whether a verification is under way
 
     def __init__(self, approval: Approval, requested: RequestRules, slots: int, gamma: int) -> None:
         self.approval, self.requested = approval, requested
@@ -120,8 +119,7 @@ class SecondRunnerAdapter:
         has(runner.rejection_sampler, "sampler", "num_speculative_steps")
         has(runner.rejection_sampler.sampler, "logits_processors")
         self.runner, self.counts, self.agree, self.last = runner, counts, agree, LastPlan()
-        self.hidden: Tensor | None = None
-        """[rows, H] the states of this step; None outside of a step (warm-up)."""
+        self.hidden: Tensor | None = None  # [rows, H] the states of this step; None outside of a step (warm-up)
         sampler = runner.rejection_sampler
         exactly(sampler, RejectionSampler)
         self.mark = MarkProcessor(approval, rules, runner.max_num_reqs, sampler.num_speculative_steps)

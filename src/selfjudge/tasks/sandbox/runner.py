@@ -137,10 +137,8 @@ def _memory_group(folder: Path, limits: Limits) -> Iterator[str]:
 def check_isolation() -> None:
     """Raise if programs cannot be isolated."""
     if why := find_isolation_problem():
-        raise SelfJudgeError(
-            f"generated code cannot be isolated here ({why}):"
-            " allow user namespaces, or take the risk with `allow_unsafe`"
-        )
+        way_out = "allow user namespaces, or take the risk with `allow_unsafe`"
+        raise SelfJudgeError(f"generated code cannot be isolated here ({why}): {way_out}")
 
 
 def run(
