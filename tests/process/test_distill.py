@@ -30,7 +30,7 @@ from selfjudge.models.convert import draft_model, materialise, read_compact, wri
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
-from selfjudge.store import read_tensors, write_tensors
+from selfjudge.store import read_tensors, sha256, write_tensors
 from selfjudge.types import Notify
 
 CPU = torch.device("cpu")
@@ -42,6 +42,13 @@ def quiet(stage: str, share: float) -> None:
 
 def shape(layers: int, width: int, **more: Any) -> DistillConfig:
     return DistillConfig(layers=layers, width=width, **more)
+
+
+def test_a_run_knows_the_checksum_of_its_prompt_file_however_it_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Why?"}\n')
+    for name in (str(file), f"{file}:20", f"file:{file}"):
+        assert DistillConfig(prompts=(name,)).as_settings()["prompt files"] == {str(file): sha256(file)}
 
 
 def train(student: Student, corpus: Corpus, checkpoint: Path, schedule: Schedule, notify: Notify) -> TrainingState:
