@@ -20,7 +20,7 @@ from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import BUILT_IN
-from selfjudge.store import measured_on
+from selfjudge.store import measured_on, write_rows
 from selfjudge.store.load import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
@@ -39,7 +39,7 @@ RULES: dict[str, tuple[str, Gamma | None]] = {
 """What answers in each turn: names as they are shown, rules and γ; None drafts as much as `exact` did, so that the two
 compare."""
 MOST_TOKENS = 192
-WRITTEN = 12  # prompts that the target writes for the demo's own labels
+LABELLED = 12  # built-in prompts that are labelled at least: those that no rule answers, where they are enough
 ACCEPTABLE = 0.25  # share of the labels that its judge learns as acceptable: few prompts must have some of both kinds
 QUALITY = 0.9  # share of the bad substitutions that the judges shown must reject
 OWN, SHIPPED = "judged, made just now", "judged, shipped"
@@ -162,7 +162,9 @@ class Demo:
         own = self.result["own"]
         begun = time.perf_counter()
         try:
-            config = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
+            others = BUILT_IN[min(self.config.limit, len(BUILT_IN) - LABELLED) :]
+            write_rows(folder / "prompts.jsonl", ({"prompt": text} for _, text in others))
+            config = LabelConfig(prompts=(str(folder / "prompts.jsonl"),), max_new_tokens=64, suffix_length=10)
             labels = label_pair(self.full, folder / "labels", config, notify=self.notify)
             own["labels"], own["tau"] = labels["rows"], labels["tau"]
             own["acceptable"], own["learnt_as_acceptable"] = labels["acceptable"] / labels["rows"], ACCEPTABLE
