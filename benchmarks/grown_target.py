@@ -4,8 +4,9 @@ No 8B weights are needed to learn what decoding at that size costs: acceptance, 
 hold for the grown one up to rounding. Every matrix is twice as wide: outputs are copied, inputs are copied and count half, so
 every hidden vector is [x; x], and norms see the same mean square. Heads are doubled in the same order, so their groups stay.
 The last norm is halved, because both halves meet the output matrix. Further layers have output projections of zero and add
-nothing. An EAGLE-3 head grows likewise, and reads the same states where they stand now. FOLDER gets an ordinary checkpoint,
-and the head beside it (`FOLDER/head`). `gamma_auto.py --grown 40` grows on the device and times decoding.
+nothing. An EAGLE-3 head grows likewise, and reads the same states where they stand now. FOLDER gets an ordinary checkpoint
+in shards, and the head beside it, in our format (`FOLDER/head`) and in vLLM's (`FOLDER/speculators`).
+`gamma_auto.py --grown 40` grows on the device and times decoding; `whole_line.py` runs everything else on FOLDER.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
+from selfjudge.models.speculators import write_speculators
 
 DOUBLED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 FAMILIES = ("llama", "qwen2")
@@ -109,17 +111,21 @@ def grow(pair: Pair, layers: int) -> Pair:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pair", default="qwen2.5-coder-1.5b")
+    parser.add_argument("--draft", default=None, help="of the pair; the one that ships if none is given")
     parser.add_argument("--layers", type=int, required=True, help="40 make 8.4 B parameters of the 1.5 B")
     parser.add_argument("--device", default=None)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--shard", default="5GB", help="most of one file")
     parser.add_argument("--out", type=Path, required=True)
     o = parser.parse_args()
-    pair = grow(Pair.load(o.pair, device=o.device, dtype=o.dtype), o.layers)
-    pair.target.save_pretrained(o.out)
+    pair = grow(Pair.load(o.pair, o.draft, device=o.device, dtype=o.dtype), o.layers)
+    pair.target.save_pretrained(o.out, max_shard_size=o.shard)
     pair.tokenizer.save_pretrained(o.out)
     if isinstance(pair.draft, EagleHead):
-        (o.out / "head").mkdir(exist_ok=True)
+        for name in ("head", "speculators"):
+            (o.out / name).mkdir(exist_ok=True)
         pair.draft.save(o.out / "head")
+        write_speculators(pair.draft, pair.target, o.out / "speculators", steps=5, verifier=str(o.out.resolve()))
     print(f"{sum(p.numel() for p in pair.target.parameters()) / 1e9:.2f} B parameters: {o.out}")
 
 

