@@ -7,7 +7,8 @@ longer than `--budget` is ended and says so. A second call leaves out what FILE 
 
 Host memory is `anonymous` (the process's own) and `resident` (with mapped files, which the system can drop). Device
 memory is `allocated` by torch, `reserved` by torch, and `used` on the whole device by anybody.
-The time of the whole recipe of `distill` follows from this part: seconds a prompt, an answer token and a step, times those of RECIPE.
+The time of the whole recipe of `distill` follows from a part: seconds a prompt, an answer token and a step, times those
+that made the head that ships.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any
 
 from common import say
 
-from selfjudge.store import markdown_table, measured_on, read_json, weight_files, write_json
+from selfjudge.errors import SelfJudgeError
+from selfjudge.store import markdown_table, measured_on, read_json, read_tensors, weight_files, write_json
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "results" / "drafts" / "qwen2.5-coder-1.5b" / "eagle3-run.json"
@@ -127,6 +129,10 @@ class Step:
     """Whether the target's files are dropped from the system's cache first."""
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: {}
     """What is kept of the JSON that the command prints."""
+    folder: Path | None = None
+    """Of a distillation: what it has written is read, whether it ended or was ended."""
+    budget: float = 1.0
+    """Its share of `--budget`."""
     serve: int = 0
     """Requests at a time to the server that the command starts."""
 
@@ -139,10 +145,10 @@ def line_of(o: argparse.Namespace) -> list[Step]:
     prompts, tokens = (4, 24) if small else (32, 160)
     first = ["generate", "Hello", "--max-new-tokens", "1", "--json", *pair]
     asked = ["generate", "Write a Python function that says whether a word is a palindrome.", "--max-new-tokens", str(tokens), "--json", *pair]  # fmt: skip
-    label = ["label", "--prompts", f"arithmetic:{8 * prompts}", "--calibrate", "arithmetic", "--calibrate-prompts", str(prompts),
+    label = ["label", "--prompts", f"arithmetic:{8 * prompts}", "--tau", "-1.4",
              "--max-new-tokens", str(tokens), "--out", str(work / "labels"), "--json", *pair]  # fmt: skip
     distill = ["distill", "--kind", "eagle3", *alone, "--out", str(work / "head"), "--data-minutes", "30", "--held-out", "16", "--json",
-               "--prompts", f"self:{12 if small else 2000}", "--steps", "3" if small else "24",
+               "--prompts", f"self:{12 if small else 1300}", "--steps", "3" if small else "16",
                *(["--max-new-tokens", "24", "--draft-vocab", "1024", "--batch-tokens", "512"] if small else [])]  # fmt: skip
     judge = str(work / "judge")
     evaluate = ["eval", "--tasks", "arithmetic", "--limit", str(2 * prompts), "--rules", "exact margin:0.5 judged:q0.9@line", "--judge",
@@ -152,7 +158,7 @@ def line_of(o: argparse.Namespace) -> list[Step]:
     return [
         Step("load", first, cold=True),
         Step("generate", asked, read=read_answer),
-        Step("distill", distill, read=lambda r: read_distillation(r, work / "head")),
+        Step("distill", distill, folder=work / "head", budget=1.6),
         Step("serve", ["serve", "--port", "0", *pair], serve=2 if small else 8),
         Step("label", label, read=lambda r: {"rows": r.get("rows"), "prompts": r.get("prompts")}),
         Step("train", ["train", str(work / "labels"), "--out", judge, "--json"]),
@@ -162,41 +168,45 @@ def line_of(o: argparse.Namespace) -> list[Step]:
 
 
 def read_answer(result: dict[str, Any]) -> dict[str, Any]:
-    names = ("tokens_per_second", "mean_accepted_length", "gamma_mean", "tokens")
-    return {name: len(v) if isinstance(v := result[name], list) else v for name in names if name in result}
-
-
-def read_distillation(result: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What a part of a distillation took, and what the whole recipe would take."""
-    training, recipe = result["training"], read_json(RECIPE)
-    whole = recipe["training"]
-    seals = [read_json(file) for file in sorted((folder / "work").glob("*.json"))]
-    parts = {
-        file.stem: seal.get("seconds", 0)
-        for file, seal in zip(sorted((folder / "work").glob("*.json")), seals, strict=True)
+    return {
+        name: result[name] for name in ("tokens_per_second", "mean_accepted_length", "gamma_mean") if name in result
     }
-    answers = sum(seconds for name, seconds in parts.items() if name.startswith("answers"))
-    prompts = sum(seconds for name, seconds in parts.items() if name.startswith("prompts"))
-    written = sum(source.get("written", 0) for source in result["sources"])
-    held = result["settings"]["held_out"]
-    tokens = training["answer_tokens"] * (1 + held / training["answers"])  # answers to held-out prompts are not counted
-    history = training["history"]
-    steps = history[-1]["step"] - history[0]["step"]
-    step = (
-        (history[-1]["seconds"] - history[0]["seconds"]) / steps if steps else training["seconds"] / training["steps"]
-    )
-    rates = {"prompt": prompts / written, "answer_token": answers / tokens, "step": step}
+
+
+def read_distillation(folder: Path, seconds: float) -> dict[str, Any]:
+    """What a part of a distillation took, and what the whole recipe would take; also of one that was ended in between.
+
+    The evaluations, the answers to held-out prompts, loading and writing are in the `rest`, which is counted once.
+    """
+    work = folder / "work"
+    spent = {file.stem: read_json(file).get("seconds", 0.0) for file in sorted(work.glob("*.json"))}
+    answers = {name: s for name, s in spent.items() if name.startswith("answers-") and name != "answers-00000"}
+    tokens = 0
+    for name in answers:
+        arrays, _ = read_tensors(work / f"{name}.safetensors")
+        tokens += int((arrays["lengths"] - arrays["prompt_lengths"]).sum())
+    written = sum(source.get("written", 0) for source in read_json(work / "prompts.json")["yields"].values())
+    _, training = read_tensors(work / "train.safetensors")
+    history = training["history"] or [{"step": 0, "seconds": 0.0}]
+    steps = training["step"] - history[0]["step"]
+    each = {
+        "prompt": spent["prompts"] / written,
+        "answer_token": sum(answers.values()) / tokens,
+        "step": (training["seconds"] - history[0]["seconds"]) / steps,
+    }
+    rest = seconds - spent["prompts"] - sum(answers.values()) - training["seconds"]
+    recipe = read_json(RECIPE)
     counts = {
-        "prompt": sum(s.get("written", 0) for s in recipe["sources"]),
-        "answer_token": whole["answer_tokens"],
-        "step": whole["steps"],
+        "prompt": sum(source.get("written", 0) for source in recipe["sources"]),
+        "answer_token": recipe["training"]["answer_tokens"],
+        "step": recipe["training"]["steps"],
     }
     return {
-        "part": {"prompts_written": written, "answer_tokens": training["answer_tokens"], "steps": training["steps"], "seconds": parts | {"training": training["seconds"]}},
-        "seconds_per": rates,
+        "part": {"prompts": written, "answer_tokens": tokens, "steps": training["step"], "evaluations": len(training["history"])},
+        "seconds_of": {**spent, "training": training["seconds"], "rest": rest},
+        "seconds_per": each,
         "recipe": counts,
-        "whole_recipe_minutes": sum(rates[name] * counts[name] for name in rates) / 60,
-        "m": [round(entry["m"]["all"], 3) for entry in history],
+        "whole_recipe_minutes": (rest + sum(each[name] * counts[name] for name in each)) / 60,
     }  # fmt: skip
 
 
@@ -233,31 +243,41 @@ def run_step(step: Step, o: argparse.Namespace) -> dict[str, Any]:
     """One step; what FILE says of it."""
     if step.cold:
         drop_files(o.target)
-    begun, row = time.monotonic(), {}
+    row: dict[str, Any] = {"command": f"selfjudge {shorten(step.arguments, o)}"}
+    begun, budget = time.monotonic(), o.budget * step.budget
     with running(step, o.work) as (process, peaks):
         try:
             if step.serve:
-                row |= ask_server(process, peaks.with_suffix(".err"), step.serve, begun, o.budget)
+                row |= ask_server(process, peaks.with_suffix(".err"), step.serve, begun, budget)
                 process.terminate()
-            code = process.wait(max(1.0, o.budget - (time.monotonic() - begun)))
+            row["exit"] = process.wait(max(1.0, budget - (time.monotonic() - begun)))
         except subprocess.TimeoutExpired:
-            code, row["ended_after"] = None, o.budget
-        row |= {"seconds": time.monotonic() - begun, "exit": code}
-    figures = read_json(peaks) if peaks.exists() else {}
-    if code not in (0, 143) and "ended_after" not in row:
-        row["error"] = peaks.with_suffix(".err").read_text()[-TAIL:].strip()
-    elif step.read and code == 0 and not step.serve:
-        try:
+            row |= {"exit": None, "ended_after": budget}
+        row["seconds"] = time.monotonic() - begun
+    if row["exit"] not in (0, 143, None):
+        row["error"] = shorten([peaks.with_suffix(".err").read_text()[-TAIL:].strip()], o)
+    try:
+        if step.folder is not None:
+            row |= read_distillation(step.folder, row["seconds"])
+        elif row["exit"] == 0 and not step.serve:
             row |= step.read(json.loads(peaks.with_suffix(".out").read_text()))
-        except (ValueError, KeyError, ZeroDivisionError, IndexError, OSError) as error:
-            row["unread"] = f"{type(error).__name__}: {error}"
-    shown = {str(o.target): "TARGET", str(o.draft): "HEAD", str(o.work): "WORK"}
-    words = " ".join(repr(word) if " " in word else word for word in step.arguments)
-    for path, name in sorted(shown.items(), key=lambda pair: -len(pair[0])):
-        words = words.replace(path, name)
+    except (ValueError, KeyError, ZeroDivisionError, OSError, SelfJudgeError) as error:
+        row["unread"] = f"{type(error).__name__}: {error}"
+    figures = read_json(peaks) if peaks.exists() else {}
     seconds = {name: value for name, value in figures.items() if name.endswith("seconds")}
-    memory = {name: round(value / GIGA, 3) for name, value in figures.items() if name not in seconds}
-    return {"command": f"selfjudge {words}", **row, **seconds, "gigabytes": memory}
+    return {
+        **row,
+        **seconds,
+        "gigabytes": {name: round(v / GIGA, 3) for name, v in figures.items() if name not in seconds},
+    }
+
+
+def shorten(arguments: list[str], o: argparse.Namespace) -> str:
+    """A command without the paths of this machine."""
+    words = " ".join(repr(word) if " " in word else word for word in arguments)
+    for path, name in ((o.draft, "HEAD"), (o.target, "TARGET"), (o.work, "WORK")):
+        words = words.replace(str(path), name)
+    return words
 
 
 def ask_server(
