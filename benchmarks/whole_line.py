@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -102,9 +103,10 @@ class Watch:
 
 
 def read_status() -> dict[str, int]:
-    """Kilobytes of this process's memory: its own, and the most that was resident so far."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {"anonymous": int(lines["RssAnon"].split()[0]), "resident": int(lines["VmHWM"].split()[0])}
+    """Kilobytes of this process's memory: its own, where the system tells, and the most that was resident so far."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    own = {"anonymous": int(lines["RssAnon"].split()[0])} if "RssAnon" in lines else {}
+    return {**own, "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 def run_inside(file: Path, begun: float, arguments: list[str]) -> None:
@@ -214,8 +216,9 @@ def drop_files(folder: Path) -> None:
     """Drop the weights of a checkpoint from the system's cache."""
     for file in weight_files(folder):
         handle = os.open(file, os.O_RDONLY)
-        os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # not every system can
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
 
 
