@@ -6,7 +6,7 @@ FILE gets, after every step, its seconds, those of loading, and its peak memory 
 longer than `--budget` is ended and says so. A second call leaves out what FILE has already. `--table FILE` prints it.
 
 Host memory is `anonymous` (the process's own) and `resident` (with mapped files, which the system can drop). Device
-memory is `allocated` by torch, `reserved` by torch, and `used` on the whole device by anybody.
+memory is `allocated` and `reserved` by torch, and `used` on the whole device, by anybody.
 The time of the whole recipe of `distill` follows from a part: seconds a prompt, an answer token and a step, times those
 that made the head that ships.
 """
@@ -63,12 +63,10 @@ class Watch:
         for name, kilobytes in read_status().items():
             self.raise_to(f"host_{name}", kilobytes * 1024)
         torch = sys.modules.get("torch")
-        if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
-            return
-        free, total = torch.cuda.mem_get_info()
-        self.raise_to("device_used", total - free)
-        self.raise_to("device_allocated", torch.cuda.max_memory_allocated())
-        self.raise_to("device_reserved", torch.cuda.max_memory_reserved())
+        if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+            # the allocator's own counts: a call of CUDA from this thread would spoil a graph that is being captured
+            self.raise_to("device_allocated", torch.cuda.max_memory_allocated(0))
+            self.raise_to("device_reserved", torch.cuda.max_memory_reserved(0))
 
     def raise_to(self, name: str, value: float) -> None:
         self.figures[name] = max(value, self.figures.get(name, 0))
@@ -222,6 +220,30 @@ def drop_files(folder: Path) -> None:
         os.close(handle)
 
 
+class DeviceWatch:
+    """Peak memory of the whole device, as nvidia-smi reads it; 0 where there is none."""
+
+    def __init__(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
+        self.peak, self.process = 0.0, None
+        with contextlib.suppress(OSError):
+            self.process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):
+                self.peak = max(self.peak, float(line) * 2**20)
+
+    def close(self) -> dict[str, float]:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        return {"device_used": self.peak} if self.peak else {}
+
+
 @contextlib.contextmanager
 def running(step: Step, work: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """The process of a step and the file of its peaks; ended on the way out."""
@@ -247,7 +269,7 @@ def run_step(step: Step, o: argparse.Namespace) -> dict[str, Any]:
     if step.cold:
         drop_files(o.target)
     row: dict[str, Any] = {"command": f"selfjudge {shorten(step.arguments, o)}"}
-    begun, budget = time.monotonic(), o.budget * step.budget
+    begun, budget, device = time.monotonic(), o.budget * step.budget, DeviceWatch()
     with running(step, o.work) as (process, peaks):
         try:
             if step.serve:
@@ -266,7 +288,7 @@ def run_step(step: Step, o: argparse.Namespace) -> dict[str, Any]:
             row |= step.read(json.loads(peaks.with_suffix(".out").read_text()))
     except (ValueError, KeyError, ZeroDivisionError, OSError, SelfJudgeError) as error:
         row["unread"] = f"{type(error).__name__}: {error}"
-    figures = read_json(peaks) if peaks.exists() else {}
+    figures = (read_json(peaks) if peaks.exists() else {}) | device.close()
     seconds = {name: value for name, value in figures.items() if name.endswith("seconds")}
     return {
         **row,
