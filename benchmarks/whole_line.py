@@ -142,7 +142,7 @@ def line_of(o: argparse.Namespace) -> list[Step]:
     pair = ["--target", str(o.target), "--draft", str(o.draft), *(["--device", o.device] if o.device else [])]
     alone = [*pair[:2], *pair[4:]]
     work, small = o.work, o.small
-    prompts, tokens = (4, 24) if small else (32, 160)
+    prompts, tokens = (2, 16) if small else (32, 160)
     first = ["generate", "Hello", "--max-new-tokens", "1", "--json", *pair]
     asked = ["generate", "Write a Python function that says whether a word is a palindrome.", "--max-new-tokens", str(tokens), "--json", *pair]  # fmt: skip
     label = ["label", "--prompts", f"arithmetic:{8 * prompts}", "--tau", "-1.4",
@@ -280,14 +280,14 @@ def run_step(step: Step, o: argparse.Namespace) -> dict[str, Any]:
             row |= {"exit": None, "ended_after": budget}
         row["seconds"] = time.monotonic() - begun
     if row["exit"] not in (0, 143, None):
-        row["error"] = shorten([peaks.with_suffix(".err").read_text()[-TAIL:].strip()], o)
+        row["error"] = shorten(peaks.with_suffix(".err").read_text()[-TAIL:].split(), o)
     try:
         if step.folder is not None:
             row |= read_distillation(step.folder, row["seconds"])
         elif row["exit"] == 0 and not step.serve:
             row |= step.read(json.loads(peaks.with_suffix(".out").read_text()))
     except (ValueError, KeyError, ZeroDivisionError, OSError, SelfJudgeError) as error:
-        row["unread"] = f"{type(error).__name__}: {error}"
+        row["unread"] = shorten([type(error).__name__, *str(error).split()], o)
     figures = (read_json(peaks) if peaks.exists() else {}) | device.close()
     seconds = {name: value for name, value in figures.items() if name.endswith("seconds")}
     return {
