@@ -142,7 +142,7 @@ def line_of(o: argparse.Namespace) -> list[Step]:
     pair = ["--target", str(o.target), "--draft", str(o.draft), *(["--device", o.device] if o.device else [])]
     alone = [*pair[:2], *pair[4:]]
     work, small = o.work, o.small
-    prompts, tokens = (2, 16) if small else (32, 160)
+    prompts, tokens = (4, 24) if small else (32, 160)
     first = ["generate", "Hello", "--max-new-tokens", "1", "--json", *pair]
     asked = ["generate", "Write a Python function that says whether a word is a palindrome.", "--max-new-tokens", str(tokens), "--json", *pair]  # fmt: skip
     label = ["label", "--prompts", f"arithmetic:{8 * prompts}", "--tau", "-1.4",
