@@ -161,7 +161,7 @@ def line_of(o: argparse.Namespace) -> list[Step]:
         Step("distill", distill, folder=work / "head", budget=1.6),
         Step("serve", ["serve", "--port", "0", *pair], serve=2 if small else 8),
         Step("label", label, read=lambda r: {"rows": r.get("rows"), "prompts": r.get("prompts")}),
-        Step("train", ["train", str(work / "labels"), "--out", judge, "--json"]),
+        Step("train", ["train", str(work / "labels"), "--acceptable", "0.4", "--out", judge, "--json"]),
         Step("eval", evaluate),
         Step("tune", tune, read=lambda r: {key: r[key] for key in ("rule", "gamma", "n") if key in r}),
     ]
