@@ -8,7 +8,7 @@
     HOME/models/.NAME.lock       lock: one process at a time
 
 A folder is made under a temporary name and moved into place when whole; its manifest.json has the sha256 of every file
-and is as old as the last check of them. Whatever happens between two renames is repaired by the next call.
+and is as old as the last check of them. What a kill interrupts is made again by the next call.
 """
 
 from __future__ import annotations
@@ -149,9 +149,6 @@ class _Cache:
         """Make a folder from the file, where it is not there, incomplete or of another version."""
         from safetensors import SafetensorError
 
-        aside = folder.with_name(f".{folder.name}.old")  # where the old one waits while the new one takes its place
-        if not folder.exists() and aside.exists():  # killed between two renames
-            os.replace(aside, folder)
         if self.whole(folder, full=full):
             return
         if folder.exists():
@@ -165,11 +162,10 @@ class _Cache:
                 files = {str(f.relative_to(making)): sha256(f) for f in sorted(making.rglob("*")) if f.is_file()}
                 write_json(making / "manifest.json", {**self._made_from, "files": files})
                 if folder.exists():
-                    os.replace(folder, aside)
+                    shutil.rmtree(folder)
                 os.replace(making, folder)
         except (OSError, SafetensorError) as error:
             raise SelfJudgeError(f"converting {self.model.name} failed: {error}; nothing was kept, try again") from None
-        shutil.rmtree(aside, ignore_errors=True)
 
     def _write(self, folder: Path, making: Path) -> None:
         """Write what belongs in `folder` to `making`."""
