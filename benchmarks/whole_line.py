@@ -151,9 +151,16 @@ def line_of(o: argparse.Namespace) -> list[Step]:
                "--prompts", f"self:{12 if small else 1300}", "--steps", "3" if small else "16",
                *(["--max-new-tokens", "24", "--draft-vocab", "1024", "--batch-tokens", "512"] if small else [])]  # fmt: skip
     judge = str(work / "judge")
-    evaluate = ["eval", "--tasks", "arithmetic", "--limit", str(2 * prompts), "--rules", "exact margin:0.5 judged:q0.9@line", "--judge",
-                f"line={judge}", "--gammas", "4", "--max-new-tokens", str(tokens), "--out", str(work / "eval"), "--json", *pair]  # fmt: skip
-    tune = ["tune", "--tasks", "arithmetic", "--limit", str(6 * prompts), "--epsilon", "0.1", "--judge", judge, "--max-new-tokens", str(tokens),
+    made = (work / "judge" / "config.json").exists()  # else what comes after goes on without it
+    judged = (
+        ["--judge", f"line={judge}", "--rules", "exact margin:0.5 judged:q0.9@line"]
+        if made
+        else ["--rules", "exact margin:0.5"]
+    )
+    families = ["--judge", judge] if made else ["--families", "margin,topk"]
+    evaluate = ["eval", "--tasks", "arithmetic", "--limit", str(2 * prompts), *judged, "--gammas", "4", "--max-new-tokens", str(tokens),
+                "--out", str(work / "eval"), "--json", *pair]  # fmt: skip
+    tune = ["tune", "--tasks", "arithmetic", "--limit", str(6 * prompts), "--epsilon", "0.1", *families, "--max-new-tokens", str(tokens),
             "--minutes", "1", "--out", str(work / "tuned"), "--json", *pair]  # fmt: skip
     return [
         Step("load", first, cold=True),
@@ -395,7 +402,8 @@ def main() -> None:
                    **{key: config[key] for key in ("model_type", "hidden_size", "num_hidden_layers", "dtype") if key in config}}
     }  # fmt: skip
     begun = time.monotonic()
-    for step in line_of(o):
+    for index in range(len(line_of(o))):
+        step = line_of(o)[index]  # what it asks for depends on what the steps before have made
         wanted = o.steps is None or any(step.name.startswith(name) for name in o.steps)
         done = report["steps"].get(step.name, {}).get("exit") in (0, 143)
         if not wanted or done:
