@@ -160,7 +160,7 @@ def line_of(o: argparse.Namespace) -> list[Step]:
     families = ["--judge", judge] if made else ["--families", "margin,topk"]
     evaluate = ["eval", "--tasks", "arithmetic", "--limit", str(2 * prompts), *judged, "--gammas", "4", "--max-new-tokens", str(tokens),
                 "--out", str(work / "eval"), "--json", *pair]  # fmt: skip
-    tune = ["tune", "--tasks", "arithmetic", "--limit", str(6 * prompts), "--epsilon", "0.1", *families, "--max-new-tokens", str(tokens),
+    tune = ["tune", "--tasks", "arithmetic", "--limit", str(6 * prompts), "--epsilon", "0.3" if small else "0.1", *families, "--max-new-tokens", str(tokens),
             "--minutes", "1", "--out", str(work / "tuned"), "--json", *pair]  # fmt: skip
     return [
         Step("load", first, cold=True),
