@@ -1,8 +1,8 @@
 """What decoding needs of memory, computed and measured: `python benchmarks/memory.py --out FILE`.
 
 Every run of RUNS is a process of its own on the CPU: it loads a pair, answers, and reads its private resident memory
-before and after. `computed` is the formula of docs/memory.md: packed or float weights of target and draft, keys and
-values. `shapes` has what the formula says of models that are not here.
+before and after. `computed` is the estimate of `selfjudge doctor --model`: weights of target and draft, keys and values.
+`shapes` has what it says of models that are not here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from selfjudge.models.gguf import TensorInfo
+from selfjudge.models.memory import measure_draft, measure_need
 from selfjudge.store import measured_on, write_json
 
 RUNS = (
@@ -25,58 +27,47 @@ RUNS = (
 )  # fmt: skip
 """Pair, dtype, rows, words of each prompt."""
 GAMMA, ANSWER = 3, 8
-INT8, Q4_K, Q6_K = 544 / 512, 2368 / 4096, 3392 / 4096  # bytes per weight as the CPU engine packs them
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a Llama- or Qwen2-shaped model."""
-
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    dim: int
-    vocabulary: int
-    tied: bool
-
-    @property
-    def output(self) -> int:
-        return self.vocabulary * self.hidden
-
-    @property
-    def fused(self) -> int:
-        """Weights that the CUDA engine keeps a second time: queries, keys, values, gate and up."""
-        attention = (self.heads + 2 * self.kv_heads) * self.dim
-        return self.layers * self.hidden * (attention + 2 * self.inner)
-
-    @property
-    def matrices(self) -> int:
-        return self.fused + self.layers * self.hidden * (self.heads * self.dim + self.inner)
-
-    def estimate(self) -> dict[str, float]:
-        """Gigabytes of weights by format, and megabytes of keys and values for 1,000 tokens."""
-        every = self.matrices + self.output * (1 if self.tied else 2)
-        most = self.layers // 8  # Q4_K_M has more bits in these layers' values and last matrices
-        rich = sum(i < most or i >= 7 * self.layers // 8 or (i - most) % 3 == 2 for i in range(self.layers))
-        better = rich * self.hidden * (self.kv_heads * self.dim + self.inner)
-        q4 = Q4_K * (self.matrices - better) + Q6_K * (better + self.output)
-        q4 += 0 if self.tied else 144 / 256 * self.output  # an embedding of its own, as it is in the file
-        cache = 2 * self.layers * self.kv_heads * self.dim / 1000
-        return {
-            "float32 cpu": 4 * every / 1e9, "int8 cpu": (4 * every + INT8 * (self.matrices + self.output)) / 1e9,
-            "q4 cpu": q4 / 1e9, "bfloat16 reference": 2 * every / 1e9, "bfloat16 cuda": 2 * (every + self.fused) / 1e9,
-            "cache float32": 4 * cache, "cache bfloat16": 2 * cache,
-        }  # fmt: skip
-
-
 SHAPES = {
-    "1.5B": Shape(1536, 8960, 28, 12, 2, 128, 151936, True),
-    "8B": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
-    "70B": Shape(8192, 28672, 80, 64, 8, 128, 128256, False),
+    "1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True),
+    "8B": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+    "70B": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
 }
-"""Qwen2.5-1.5B, Llama-3.1-8B, Llama-3.1-70B."""
+"""Qwen2.5-1.5B, Llama-3.1-8B, Llama-3.1-70B: type, width, inner width, layers, heads, key heads, vocabulary, tied."""
+
+
+def outline(kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, tied: bool) -> Any:
+    """A model of that shape without weights, and the tensors of its Q4_K_M file."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv, vocab_size=vocabulary, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    most = layers // 8  # Q4_K_M has more bits in these layers' values and last matrices
+    tensors = {}
+    for name, weight in model.named_parameters():
+        layer = int(name.split(".")[2]) if ".layers." in name else -1
+        rich = layer < most or layer >= 7 * layers // 8 or (layer - most) % 3 == 2
+        better = "lm_head" in name or (tied and "embed" in name) or (rich and ("v_proj" in name or "down" in name))
+        rows, cols = weight.shape if weight.dim() == 2 else (1, len(weight))
+        block = 0 if weight.dim() == 1 else 14 if better else 12
+        file_name = {"model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}.get(
+            name, name
+        )
+        tensors[file_name] = TensorInfo(file_name, rows, cols, block, 0, rows * cols * 144 // 256)
+    model.gguf_file = SimpleNamespace(tensors=tensors)
+    return model
+
+
+def estimate(shape: tuple[Any, ...]) -> dict[str, float]:
+    """Gigabytes of weights by format, and megabytes of keys and values for 1,000 tokens."""
+    model, wanted = outline(*shape), (("float32", "cpu"), ("int8", "cpu"), ("q4", "cpu"), ("bfloat16", "cuda"))
+    needs = {f"{dtype} {device}": measure_need(model, dtype, device) for dtype, device in wanted}
+    caches = {f"cache {dtype}": needs[f"{dtype} {device}"].token / 1e3 for dtype, device in (wanted[0], wanted[3])}
+    return {name: need.weights / 1e9 for name, need in needs.items()} | caches
 
 
 def resident() -> int:
@@ -107,18 +98,9 @@ def measure(name: str, dtype: str, rows: int, words: int) -> dict[str, Any]:
     prompts = [f"{row}. " + "word " * words for row in range(rows)]
     length = len(pair.encode(prompts[0]))
     generate(pair, prompts, "exact", gamma=GAMMA, max_new_tokens=ANSWER, batch=rows)
-    weights = cache = 0
-    for loaded in (pair.target_model, pair.draft_model):
-        assert loaded is not None
-        (packed,) = (kept for key, kept in loaded.kept.items() if isinstance(key, tuple) and key[0] == "packed")
-        if loaded.file is None and loaded.module is not None:
-            weights += 4 * sum(p.numel() for p in loaded.module.parameters())
-        if loaded.file is not None:
-            weights += sum(part.nbytes for part in packed.kept)
-        elif packed.int8:
-            weights += packed.bytes_per_pass
-        model = packed.model
-        cache += 8 * model.layers * model.kv_heads * model.head_dim
+    target = measure_need(pair.target, dtype, "cpu")
+    draft = measure_draft(pair.draft_id, pair.target, "q4" if dtype == "q4" else dtype, "cpu")
+    weights, cache = target.weights + draft.weights, target.token + draft.token
     return {
         "pair": name, "dtype": dtype, "rows": rows, "prompt_tokens": length, "computed_weights": weights,
         "computed_cache": cache * rows * (length + ANSWER + GAMMA + 1), "resident_before": before, "resident": most,
@@ -138,7 +120,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--out", str(args.out), "--run", str(number)]
         runs.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout))
         print(json.dumps(runs[-1]), file=sys.stderr)
-    shapes = {name: {key: round(value, 3) for key, value in s.estimate().items()} for name, s in SHAPES.items()}
+    shapes = {name: {key: round(value, 3) for key, value in estimate(s).items()} for name, s in SHAPES.items()}
     write_json(args.out, {**measured_on(), "runs": runs, "shapes": shapes})
 
 

@@ -246,6 +246,7 @@ class Step:
     cost: float = 0.0
     """With γ = auto: seconds that the table of costs has for this step, whatever else the machine does; else 0."""
     plain_cost: float = 0.0  # the same of a step without drafts
+    out_of_memory: tuple[int, ...] = ()  # rows that were given up: the device has no memory for them
 
 
 PHASES = ("draft", "target", "judge", "rule")

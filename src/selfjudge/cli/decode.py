@@ -231,7 +231,7 @@ def _serve_torch(setup: Setup, config: ServerConfig, host: str, port: int) -> No
 def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
     """vLLM has flags of its own for what our loop takes here."""
     given = [f.name for f in fields(config) if f.name not in SHARED and getattr(config, f.name) != f.default]
-    given += [name for name in ("device", "draft_dtype") if getattr(models, name) is not None]
+    given += [name for name in ("device", "draft_dtype", "gpu_memory") if getattr(models, name) is not None]
     given += ["dtype"] if models.dtype in ("int8", "q4") else []
     if given:
         raise SelfJudgeError(f"`{given[0]}` goes with --backend torch")

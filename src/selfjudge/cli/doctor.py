@@ -10,21 +10,25 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Annotated, Any
 
 import typer
 from packaging.requirements import Requirement
 
-from selfjudge.cli.options import AsJson
+from selfjudge.cli.groups import DeviceOptions
+from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, print_json, print_rows
 from selfjudge.decoding.costs import kept_tables
-from selfjudge.errors import first_line
-from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.catalogue import EMBEDDED, shipped_draft
 from selfjudge.models.device import available_memory
 from selfjudge.store import home, machine, measured_on, versions
 
 EXTRAS = {"serve": "selfjudge serve", "eval": "benchmarks", "vllm": "vLLM"}  # what each extra of the package is for
 ROOM = 3_000_000_000
 """Bytes on the disk below which a pull may fail: the larger embedded model while it is put together."""
+ROW = 4096
+"""Tokens of the rows of `doctor --model`, where the model holds so many."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,31 @@ class Check:
     mend: str = ""  # the command that installs it, or a few words where none does
 
 
-def doctor(as_json: AsJson = False) -> None:
+@config_options(DeviceOptions, "hardware")
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="A model: what it will need of memory, before it is loaded.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="The draft of --model; the one that ships if not given.")] = None,
+    as_json: AsJson = False,
+    *,
+    hardware: DeviceOptions,
+) -> None:
     """What this machine can do (engines, compiler, CUDA, vLLM, models, disk), and how to install what is missing.
 
     Example: selfjudge doctor
+
+    Example: selfjudge doctor --model qwen2.5-coder-1.5b --dtype q4
     """
+    if model is not None:
+        with Progress() as progress:
+            progress("reading the config …")
+            plan = plan_memory(model, draft, hardware)
+        if as_json:
+            print_json(plan)
+            return
+        print_rows([{"needs": name, "": text} for name, text in describe_plan(plan)])
+        return
     with Progress() as progress:
         checks = [replace(check, mend="") if check.ok else check for check in examine(progress)]
     if as_json:
@@ -50,6 +74,55 @@ def doctor(as_json: AsJson = False) -> None:
     print_rows([{"": "✓" if c.ok else "–", "what": c.name, "found": c.found, "to have it": c.mend} for c in checks])
     ready = all(check.ok for check in checks if check.name in ("packages", "torch", "cache"))
     typer.echo("ready: selfjudge demo --quick" if ready else "not ready: packages, torch and the cache come first")
+
+
+def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[str, Any]:
+    """What a model and its draft need of memory on this machine, in bytes; no weight is read."""
+    from selfjudge.models.device import free_memory
+    from selfjudge.models.load import Loader, stays_in_file
+    from selfjudge.models.memory import MemoryNeed, measure_draft, measure_need, outline_model
+
+    loader = Loader.choose(model, hardware.device, hardware.dtype, None, False, None, hardware.gpu_memory)
+    outline, device = outline_model(model), loader.device.type
+    dtype = "q4" if loader.q4 else "int8" if loader.int8 else str(loader.dtype).removeprefix("torch.")
+    if dtype == "q4" and not stays_in_file(model):
+        raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {model}")
+    formats = ["float32", "bfloat16"]
+    if device == "cpu":
+        formats += ["int8", "q4"] if stays_in_file(model) else ["int8"]
+    need, small = measure_need(outline, dtype, device), MemoryNeed(0, 0, 0, 0)
+    if (named := draft or shipped_draft(model)) is not None:
+        small = measure_draft(named, outline, dtype, device)
+    need, free = replace(need, token=need.token + small.token), free_memory(loader.device)
+    length = min(ROW, outline.config.get_text_config().max_position_embeddings)
+    rows = None
+    if free is not None:
+        rows = need.rows_that_fit(length, free - need.weights - small.weights - need.workspace)
+    return {
+        "model": model, "device": device, "dtype": dtype, "weights": need.weights, "draft": small.weights,
+        "cache_per_1000_tokens": 1000 * need.token, "workspace": need.workspace, "free": free,
+        "row_tokens": length, "rows_that_fit": rows,
+        "weights_by_dtype": {name: measure_need(outline, name, device).weights for name in formats},
+    }  # fmt: skip
+
+
+def describe_plan(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The lines of `doctor --model`."""
+
+    def size(name: str) -> str:
+        value = plan[name]
+        return "unknown" if value is None else f"{value / 1e9:.2f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
+
+    others = [f"{name} {value / 1e9:.2f}" for name, value in plan["weights_by_dtype"].items() if name != plan["dtype"]]
+    yield "weights", f"{size('weights')} ({plan['dtype']}, {plan['device']}); {', '.join(others)} GB"
+    if plan["draft"]:
+        yield "draft", size("draft")
+    yield "cache", f"{size('cache_per_1000_tokens')} for 1,000 tokens of a row"
+    yield "workspace", f"about {size('workspace')}"
+    yield "free here", size("free")
+    if plan["rows_that_fit"] is not None:
+        rows, tokens = plan["rows_that_fit"], f"{plan['row_tokens']:,} tokens"
+        yield "fits", f"yes: about {rows:,} rows of {tokens}" if rows else f"no: not even one row of {tokens}"
 
 
 def examine(notify: Progress) -> Iterator[Check]:

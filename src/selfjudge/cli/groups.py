@@ -20,6 +20,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.label.config import BACKENDS
 from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
+from selfjudge.models.device import parse_memory
 from selfjudge.store import home
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import ENGINES, check_settings, default_gamma, setting
@@ -53,9 +54,12 @@ class DeviceOptions:
         " where it can, but floats for label, distill and reproduce; bfloat16 on CUDA.",
         choices=("float32", "bfloat16", "float16", "int8", "q4"),
     )
+    gpu_memory: str | None = setting(None, "Most memory of a CUDA device: a share (0.9) or a size (8GB).")
 
     def check(self) -> None:
         check_settings(self)
+        if self.gpu_memory is not None:
+            parse_memory(self.gpu_memory)
         if self.device is not None and not re.fullmatch(r"(cuda|mps|cpu)(:\d+)?", self.device):
             raise SelfJudgeError(f"`device` is cuda, mps or cpu, not {self.device!r}")
 
@@ -146,6 +150,7 @@ class PairOptions(DeviceOptions):
                 draft_dtype=self.draft_dtype,
                 needs_draft=needs_draft,
                 full_precision=full_precision,
+                gpu_memory=self.gpu_memory,
                 progress=update,
             )
 
@@ -190,6 +195,8 @@ class BackendOptions:
             raise SelfJudgeError("vLLM is not installed here: pip install vllm")
         if models.dtype in ("int8", "q4"):
             raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
+        if models.gpu_memory is not None:
+            raise SelfJudgeError("with --backend vllm use --engine-options '{\"gpu_memory_utilization\": 0.9}'")
         models.announce()
         with waiting(f"loading {models.name} for vLLM …"):
             from selfjudge.integrations.vllm.config import parse_object

@@ -52,7 +52,7 @@ def pull(
     print_json(about) if as_json else typer.echo(folder or file)
 
 
-@config_options(PairOptions, "models", without=("device", "dtype", "draft_dtype"))
+@config_options(PairOptions, "models", without=("device", "dtype", "draft_dtype", "gpu_memory"))
 def export(
     out: Annotated[Path, typer.Option(help="Folder of the exported head.")],
     gamma: Annotated[int, typer.Option(help="Tokens that vLLM drafts at a time by default.", min=1, max=MAX_GAMMA)] = 5,

@@ -97,7 +97,7 @@ def info(
         print_text("info", folder=folder, **labels)
 
 
-@config_options(DeviceOptions, "hardware", without=("dtype",))
+@config_options(DeviceOptions, "hardware", without=("dtype", "gpu_memory"))
 @config_options(TrainConfig, commas=("sources",))
 def train(
     labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
@@ -149,7 +149,7 @@ def distill(
     """
     if hardware.dtype == "q4":
         raise SelfJudgeError("this needs full precision: `dtype` q4 cannot be used")
-    models = PairOptions(pair=target, device=hardware.device, dtype=hardware.dtype)
+    models = PairOptions(pair=target, device=hardware.device, dtype=hardware.dtype, gpu_memory=hardware.gpu_memory)
     models.check()
     folder = RunFolder(out)  # what is wrong is said before the models are loaded
     folder.claim(own=("work",))

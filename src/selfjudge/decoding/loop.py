@@ -199,6 +199,9 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
         alive = batch.rows.alive
         batch.prefill.cancel(cancelled)
         batch.prefill.admit(queue, len(alive), cancelled)
+        if given_up := batch.prefill.take_given_up():
+            yield Step(0, (), dict.fromkeys(PHASES, 0.0), out_of_memory=given_up)
+            continue
         if not alive:
             if not batch.prefill.groups:
                 return
@@ -206,13 +209,17 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
         if batch.prefill.ready or batch.is_too_wide(alive):  # finish what is in flight; then rows enter or leave
             if not in_flight:
                 if batch.prefill.ready:
-                    yield batch.join(alive, queue.rows)
+                    yield batch.join(alive)
                 else:
                     batch.shrink(alive)
                 continue
-        elif batch.prefill.groups and not (alive and chunk_read):
-            batch.prefill.read(len(alive), queue.crowded)
+        elif not batch.prefill.waits(len(alive)) and not (alive and chunk_read):
             chunk_read = True
+            try:
+                batch.prefill.read(len(alive), queue.crowded)
+            except torch.OutOfMemoryError:
+                batch.prefill.begin_again(len(alive))
+                continue
             if not batch.prefill.ready:
                 yield Step(0, (), dict.fromkeys(PHASES, 0.0))
             continue
@@ -273,19 +280,18 @@ class _LiveBatch:
         return self._enter(group, [], 0)
 
     def enqueue(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
-        """Reserve the caches for all rows that may enter, and queue the first requests before all others."""
-        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        self.engines.reserve(queue.rows, max(longest, queue.length) + self.gamma + 1)
-        self.engines.reserve(0, 0)  # begin without rows; the caches stay as large as they are
+        """Queue the first requests before all others, and reserve the caches."""
         queue.waiting.extendleft(reversed(requests))
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        self.prefill.make_room(queue, longest)  # where there is no memory, `admit` gives requests up
 
-    def join(self, alive: list[int], max_rows: int) -> Step:
-        """Let a group whose prompts have been read enter after the live rows; the batch has at most `max_rows` rows."""
+    def join(self, alive: list[int]) -> Step:
+        """Let a group whose prompts have been read enter after the live rows."""
         group = self.prefill.pop_ready()
         if len(alive) < len(self.rows):
             self._select(alive)
         total = len(alive) + len(group)
-        idle = min(self.engines.target.bucket(total), max_rows) - total
+        idle = min(self.engines.target.bucket(total), self.prefill.rows) - total
         assert group.engines is not None
         self.engines.join(group.engines, idle)
         return self._enter(group, alive, idle)

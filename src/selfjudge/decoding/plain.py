@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from selfjudge.decoding.admission import Request
@@ -15,11 +14,11 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cuda.engine import why_not
-from selfjudge.engine.cuda.weights import kernel_width
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_engine
+from selfjudge.models.device import free_memory
 from selfjudge.models.loaded import LoadedModel, Target, as_loaded
-from selfjudge.models.shape import describe_model
+from selfjudge.models.memory import measure_need
 from selfjudge.types import FINISHES, Finish, TokenColumn
 
 Response = tuple[int, list[int], Finish]  # index of the prompt, the tokens with the end token, why the answer ended
@@ -83,17 +82,12 @@ def _memory_budget(model: PreTrainedModel, engine: Engine) -> float:
     """Bytes for caches and logits: half of the memory that is free or already holds the engine's cache."""
     if model.device.type != "cuda":
         return 0.0
-    free, _ = torch.cuda.mem_get_info(model.device)
-    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    return 0.5 * (free + getattr(engine, "cache_bytes", 0))
+    return 0.5 * ((free_memory(model.device) or 0) + getattr(engine, "cache_bytes", 0))
 
 
 def _rows_that_fit(model: PreTrainedModel, length: int, budget: float) -> int:
     """Rows of that length that can be decoded together in `budget` bytes, rounded down to a power of two."""
     if model.device.type != "cuda" or why_not(model) is not None:
         return 64
-    shape = describe_model(model)
-    width = kernel_width(shape.head_dim, model.device)
-    row = 2 * shape.layers * shape.kv_heads * width * (length + 258) * model.dtype.itemsize
-    row += 16 * model.config.get_text_config().vocab_size  # logits and their distribution
-    return 1 << max(0, int(budget / row).bit_length() - 1)
+    rows = measure_need(model, str(model.dtype).removeprefix("torch."), "cuda").rows_that_fit(length, budget)
+    return 1 << max(0, rows.bit_length() - 1)

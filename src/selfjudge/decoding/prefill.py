@@ -14,6 +14,7 @@ from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BatchEngines
 
+START_TOKENS = 2048  # tokens of a row in the static caches of a queue, before it asks for more
 CHUNKS_ALONE = 4  # chunks in one pass while no other rows are decoded; requests that arrive meanwhile wait for it
 
 
@@ -93,6 +94,31 @@ class Prefill:
         self.groups: list[PrefillGroup] = []
         self.next_number = 0  # number of the next row
         self._passed_over = False
+        self.rows = self.length = 0  # what the caches hold: rows, and tokens of a row
+        self.given_up: list[int] = []  # rows that the device has no memory for
+        self._held = 0  # live rows when a prompt found no memory: it is read again when one has left
+        self._one_by_one = False  # whether prompts are read in their order: one has found no memory beside others
+
+    def make_room(self, queue: AdmissionQueue, needed: int) -> bool:
+        """Begin without rows, in caches for as many rows of the queue as there is memory for; False if for none.
+
+        A row has room for `needed` tokens at least. Static caches begin small and grow with what is asked.
+        """
+        length = queue.length
+        if not self.engines.holds(queue.rows, length + self.step_tokens):
+            length = min(length, max(START_TOKENS, 2 * self.length))
+        for tokens in (max(length, needed), needed):
+            rows = self.engines.limit_rows(queue.rows, tokens + self.step_tokens)
+            while rows:
+                try:
+                    self.engines.reserve(rows, tokens + self.step_tokens)
+                    self.engines.reserve(0, 0)  # the caches stay as large as they are
+                except torch.OutOfMemoryError:
+                    rows //= 2
+                    continue
+                self.rows, self.length = rows, tokens
+                return True
+        return False
 
     @property
     def ready(self) -> bool:
@@ -101,17 +127,26 @@ class Prefill:
 
     def admit(self, queue: AdmissionQueue, alive: int, cancelled: set[int]) -> None:
         """Admit waiting requests while there is room beside the `alive` rows and those that are being read."""
+        self._one_by_one &= bool(self.groups)
         if not queue.waiting:
             return
         admitted: list[tuple[int, Request]] = []
-        reading = sum(map(len, self.groups))
-        while queue.waiting and alive + reading + len(admitted) < queue.rows:
-            number, request = self.next_number, queue.waiting.popleft()
+        busy = alive + sum(map(len, self.groups))
+        while queue.waiting and busy + len(admitted) < max(1, self.rows):
+            number, request = self.next_number, queue.waiting[0]
+            needed, fits = min(len(request.prompt) + request.max_new_tokens, self.engines.window), True
+            if number not in cancelled and needed > self.length:
+                if busy or admitted:
+                    break  # it waits until the batch is empty, and the caches can grow
+                fits = self.make_room(queue, needed)
+            queue.waiting.popleft()
             self.next_number += 1
             if number in cancelled:
                 cancelled.remove(number)
-                continue
-            admitted.append((number, limit_request(request, self.engines.window)))
+            elif fits:
+                admitted.append((number, limit_request(request, self.engines.window)))
+            else:
+                self.given_up.append(number)
         groups: list[list[tuple[int, Request]]] = []
         for row in admitted:
             together = [*groups[-1], row] if groups else [row]
@@ -133,14 +168,40 @@ class Prefill:
 
         While there are `alive` rows, or other batches wait (`crowded`), a chunk costs about as much as a step.
         """
+        self._held = 0
         alone = not (alive or crowded) and len(self.groups) == 1
         chunk = max(self.engines.target.chunk * (CHUNKS_ALONE if alone else 1), 2 * alive * self.step_tokens)
-        group = self.groups[0] if self._passed_over else min(self.groups, key=lambda group: group.unread)
+        in_order = self._passed_over or self._one_by_one
+        group = self.groups[0] if in_order else min(self.groups, key=lambda group: group.unread)
         self._passed_over = group is not self.groups[0]
         if group.engines is None:
             group.engines = self.engines.aside()
             group.engines.reserve(len(group), group.longest + self.step_tokens)
         group.read(max(1, chunk // len(group)))
+
+    def waits(self, alive: int) -> bool:
+        """Whether there is nothing to read: no prompt, or no memory for it beside the `alive` rows."""
+        return not self.groups or 0 < self._held <= alive
+
+    def begin_again(self, alive: int) -> None:
+        """Free what is being read: there was no memory for it. It is read again, prompt by prompt, when one of the
+        `alive` rows has left. A prompt that finds no memory without rows and other prompts is given up."""
+        device, begun = self.engines.target.device, [group for group in self.groups if group.engines is not None]
+        if not alive and len(begun) == 1 == len(begun[0]):
+            self.given_up += begun[0].numbers
+            self.groups.remove(begun[0])
+        rows = [row for group in self.groups for row in zip(group.numbers, group.requests, strict=True)]
+        self.groups = [PrefillGroup([row], device) for row in rows]
+        self._held, self._one_by_one = alive, True
+        for engine in self.engines.engines:
+            engine.trim()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def take_given_up(self) -> tuple[int, ...]:
+        """Return the rows that were given up since the last call."""
+        given_up, self.given_up = tuple(self.given_up), []
+        return given_up
 
     def pop_ready(self) -> PrefillGroup:
         """Remove and return a group that has been read to its end."""

@@ -15,6 +15,7 @@ from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
 from selfjudge.decoding.loop import decode, find_statistics, measure_costs
+from selfjudge.decoding.prefill import Prefill
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import Sampling
@@ -258,7 +259,9 @@ class _Decoding:
                 return True
             statistics = find_statistics(engines)
             most = max(size.gamma for size in list_sizes(self.gamma, self.rule, 1, statistics))
-            engines.reserve(rows, length + most + 1)
+            prefill = Prefill(engines, most + 1)
+            prefill.make_room(AdmissionQueue(rows, length), 1)
+            engines.reserve(rows := prefill.rows, prefill.length + most + 1)
             left = list_uncaptured(engines, self.rule, rows, self.gamma, statistics, trace=self.trace)
             for done, (n, size) in enumerate(left, 1):
                 capture_cycles(engines, self.rule, n, [size], trace=self.trace)
@@ -314,6 +317,10 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
     """Give each answer its tokens of a step; finished ones leave `answers`, those cut by a stop string are dropped."""
     output: StepOutput = []
     now = time.perf_counter()
+    for row in step.out_of_memory:
+        if (answer := answers.pop(row, None)) is not None:
+            answer.out_of_memory = True
+            output.append((answer, []))
     for emission in step.emissions:
         if (answer := answers.get(emission.row)) is None:
             continue  # dropped

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from selfjudge.engine.base import Engine, HeadEngine, RowCache
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.device import free_memory
 from selfjudge.types import Verdict
 
+CACHE_SHARE = 0.8  # of the memory that is free, for caches; the rest is for prompts, logits and captured graphs
 BACKLOG = 64  # newest tokens that a draft reads when it drafts again after plain cycles; it never reads older ones
 
 
@@ -272,6 +274,23 @@ class BatchEngines:
     def window(self) -> int:
         """The most positions that a row may have."""
         return min(cache.window for cache in self.caches)
+
+    @property
+    def engines(self) -> list[RowCache]:
+        return [self.target] if self.draft is None else [self.target, self.draft.engine]
+
+    def holds(self, rows: int, length: int) -> bool:
+        """Whether `reserve` needs no more memory for so many rows of that length."""
+        return all(engine.holds(rows, length) for engine in self.engines)
+
+    def limit_rows(self, rows: int, length: int) -> int:
+        """How many of these rows, each of at most `length` tokens, `reserve` finds memory for."""
+        each = sum(engine.row_bytes(length) for engine in self.engines)
+        if not each or self.holds(rows, length):
+            return rows
+        free = free_memory(self.target.device)
+        there = sum(engine.cache_bytes for engine in self.engines)  # freed first
+        return rows if free is None else min(rows, int(CACHE_SHARE * (free + there) // each))
 
     def reserve(self, rows: int, length: int) -> None:
         """Begin a batch: room for so many rows of at most `length` tokens."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -71,7 +71,7 @@ class StoredTensor:
             file.seek(self.offset)
             for piece in raw.split(PIECE):
                 host = piece if self.device.type == "cpu" else torch.empty(len(piece), dtype=torch.uint8)
-                if file.readinto(memoryview(host.numpy())) < len(piece):
+                if file.readinto(cast(Any, host.numpy())) < len(piece):
                     raise ValueError(f"{self.file.name} ends early")
                 if host is not piece:
                     piece.copy_(host)

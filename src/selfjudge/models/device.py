@@ -39,9 +39,46 @@ def available_memory() -> int | None:
     return min((size for size in known if size is not None), default=None)
 
 
-def check_memory(needed: int, reference: str) -> None:
+def parse_memory(text: str) -> float:
+    """A share of a device (`0.9`) as it is, a size (`8GB`, `500MiB`) in bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", text.strip().lower())
+    unit = {"k": 1, "m": 2, "g": 3}
+    size = 0.0 if found is None else float(found[1])
+    if found is not None and (name := found[2]):
+        size *= (1024 if "i" in name else 1000) ** unit[name[0]]
+    if size <= 0 or (1 < size < 1_000_000):
+        raise SelfJudgeError(f"`gpu_memory` is a share such as 0.9 or a size such as 8GB, not {text!r}")
+    return size
+
+
+def limit_memory(device: torch.device, text: str) -> None:
+    """Let torch take at most this share or this size of a CUDA device; more is out of memory."""
+    import torch
+
+    size = parse_memory(text)
+    if device.type != "cuda":
+        raise SelfJudgeError(f"`gpu_memory` needs a CUDA device, not {device.type}")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if size > max(1, total):
+        raise SelfJudgeError(f"`gpu_memory` {text} is more than the {total / 1e9:.0f} GB of this device")
+    torch.cuda.set_per_process_memory_fraction(size if size <= 1 else size / total, device)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that this process can still have on a device, within its limit; None where nobody says."""
+    import torch
+
+    if device.type != "cuda":
+        return available_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, limit - reserved) + reserved - allocated
+
+
+def check_memory(needed: int, reference: str, device: torch.device | None = None) -> None:
     """Refuse a model whose weights do not fit."""
-    free = available_memory()
+    free = available_memory() if device is None else free_memory(device)
     if free is not None and needed > free:
         raise SelfJudgeError(
             f"{reference} needs {needed / 1e9:.1f} GB of memory for its weights and {free / 1e9:.1f} GB are available"

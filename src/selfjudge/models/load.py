@@ -24,15 +24,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, check_reference, head_folder, unknown_model
 from selfjudge.models.checkpoint import find_files, open_checkpoint
-from selfjudge.models.convert import STORED_DTYPE, dequantise, gguf_tokenizer, quiet
-from selfjudge.models.device import check_memory, choose_device
+from selfjudge.models.convert import dequantise, gguf_tokenizer, quiet
+from selfjudge.models.device import check_memory, choose_device, limit_memory
 from selfjudge.models.gguf import open_model
 from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.memory import measure_need
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.speculators import load_head
 from selfjudge.models.tokens import PROBE
 from selfjudge.models.weights import check_weights
-from selfjudge.store import hub_options, unreachable, weight_files
+from selfjudge.store import hub_options, unreachable
 from selfjudge.types import Notify
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,9 +63,12 @@ class Loader:
         draft_dtype: str | None,
         full_precision: bool,
         progress: Notify | None,
+        gpu_memory: str | None = None,
     ) -> Loader:
         """The device and the formats that these options of `Pair.load` mean for a target."""
         where = choose_device(device)
+        if gpu_memory is not None:
+            limit_memory(where, gpu_memory)
         by_default = dtype is None and where.type == "cpu" and not full_precision
         if by_default and stays_in_file(target):
             dtype = "q4"
@@ -108,15 +112,10 @@ class Loader:
 
     def _load_floats(self, reference: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """A model whose weights are floats in memory."""
-        made = checkpoint_folder(reference, self.progress)
-        path = made or Path(reference).expanduser()
+        path = checkpoint_folder(reference, self.progress) or Path(reference).expanduser()
         self._say_loading(reference)
         if path.suffix == ".gguf" and path.is_file():
             return dequantise(open_model(path), self.dtype).to(self.device), gguf_tokenizer(path)
-        if path.is_dir():
-            stored = STORED_DTYPE if made else torch.float32  # at most: what is stored in less needs more memory
-            weights = sum(file.stat().st_size for file in weight_files(path)) // stored.itemsize
-            check_memory(weights * self.dtype.itemsize, reference)
         return _load_checkpoint(path if path.is_dir() else reference, self.dtype, self.device)
 
     def _load_blocks(
@@ -135,7 +134,7 @@ class Loader:
                 with quiet():
                     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         module = open_model(path)
-        check_memory(path.stat().st_size, reference)  # its blocks are copied in another order
+        check_memory(measure_need(module, "q4", "cpu").weights, reference)  # its blocks are copied in another order
         return module, gguf_tokenizer(path) if tokenizer is None else tokenizer
 
     def _say_loading(self, reference: str) -> None:
@@ -206,6 +205,8 @@ def _load_checkpoint(
             _check_config(config.get_text_config())
             model, loading = _load_model(source, config, dtype, device, options)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except SelfJudgeError:
+        raise
     except torch.OutOfMemoryError:
         raise SelfJudgeError(f"{source} does not fit into the memory of {device}") from None
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
@@ -235,7 +236,8 @@ def _load_model(
         return model.to(device), loading
     weights = open_checkpoint(files, config, device)
     with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        outline = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    check_memory(measure_need(outline, str(dtype).removeprefix("torch."), device.type).weights, str(source), device)
     model, loading = type(outline).from_pretrained(
         None, config=outline.config, state_dict=weights, trust_remote_code=False, **told
     )

@@ -46,6 +46,7 @@ class Pair:
         draft_dtype: str | None = None,
         needs_draft: bool = True,
         full_precision: bool = False,
+        gpu_memory: str | None = None,
         progress: Notify | None = None,
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
@@ -56,9 +57,10 @@ class Pair:
         `q4` leaves weights in their GGUF file, whose blocks the CPU engine runs as they are; `int8` loads float32 and
         lets the CPU engine quantise it. With a dtype of floats the draft has it, too, unless `draft_dtype` is int8.
         `full_precision` chooses a dtype of floats: for labels, likelihoods and training.
+        `gpu_memory` limits what this process takes of a CUDA device: a share (`0.9`) or a size (`8GB`).
         Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
-        loader = Loader.choose(target, device, dtype, draft_dtype, full_precision, progress)
+        loader = Loader.choose(target, device, dtype, draft_dtype, full_precision, progress, gpu_memory)
         name = target if draft is None else f"{target}+{draft}"
         target_model, tokenizer = loader.load_target(target)
         draft_model = None

@@ -182,6 +182,11 @@ def head_width(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
 
 
+def kernel_width(dim: int, device: torch.device) -> int:
+    """Columns of a head on a device: those of the next power of two on CUDA, of which the last are zeros."""
+    return 1 << max(4, (dim - 1).bit_length()) if device.type == "cuda" else dim
+
+
 def describe(config: PretrainedConfig) -> Shape:
     """The shape of the models of a config; UnknownShapeError names the property that cannot be described."""
     config = config.get_text_config()

@@ -28,6 +28,7 @@ from selfjudge.engine.cuda.kernels_torch import Kernels, Packing
 from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
+from selfjudge.models.memory import token_bytes
 from selfjudge.models.shape import UnknownShapeError, describe_model
 from selfjudge.models.tokens import context_window
 from selfjudge.ops import has_triton
@@ -49,6 +50,11 @@ def why_not(module: PreTrainedModel | EagleHead) -> str | None:
     except UnknownShapeError as error:
         return str(error)
     return f"its heads are {shape.head_dim} wide" if shape.head_dim > WIDEST_HEAD or shape.head_dim % 2 else None
+
+
+def _count_slots(length: int) -> int:
+    """Cache slots of a row of at most `length` tokens."""
+    return (length + 2 + SLOTS - 1) // SLOTS * SLOTS
 
 
 def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
@@ -117,12 +123,13 @@ class CudaEngine(Engine):
 
     @torch.no_grad()
     def reserve(self, batch: int, length: int) -> None:
-        w = self.weights
-        slots = (length + 2 + SLOTS - 1) // SLOTS * SLOTS
-        if self.slots >= slots and len(self._lengths) >= batch:
+        w, slots = self.weights, _count_slots(length)
+        if self.holds(batch, length):
             self.use_rows(batch)
             self.lengths.zero_()
             return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a cycle in flight may read what is freed
         self.slots = 0  # until everything is allocated
         self.version += 1
         self.captured_cycles.clear()
@@ -168,6 +175,16 @@ class CudaEngine(Engine):
         outputs: list[Output] = []
         (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
         return replay, tokens, counts, outputs[-1]
+
+    def trim(self) -> None:
+        self._asides.clear()
+
+    def holds(self, batch: int, length: int) -> bool:
+        return self.slots >= _count_slots(length) and len(self._lengths) >= batch
+
+    def row_bytes(self, length: int) -> int:
+        w = self.weights
+        return token_bytes(len(w.layers), w.kv_heads, w.dim, self.dtype.itemsize) * _count_slots(length)
 
     @property
     def cache_bytes(self) -> int:

@@ -11,12 +11,7 @@ from transformers import PreTrainedModel
 
 from selfjudge.engine.cuda.kernels_torch import HeadNorms, Scoring
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.shape import Shape, describe_model
-
-
-def kernel_width(dim: int, device: torch.device) -> int:
-    """Columns of a head on a device: those of the next power of two on CUDA, of which the last are zeros."""
-    return 1 << max(4, (dim - 1).bit_length()) if device.type == "cuda" else dim
+from selfjudge.models.shape import Shape, describe_model, kernel_width
 
 
 class LayerWeights(NamedTuple):

@@ -16,11 +16,12 @@ from selfjudge.store.load import LoadWatch
 from selfjudge.tune.monitor import Shadow, compute_loss
 from selfjudge.types import Generation, Piece
 
-Failure = Literal["cancelled", "timeout", "shutdown", "error"]
+Failure = Literal["cancelled", "timeout", "shutdown", "memory", "error"]
 FAILURES: dict[Failure, tuple[int, str]] = {
     "cancelled": (499, "the client has gone"),
     "timeout": (504, "the answer took too long"),
     "shutdown": (503, "the server is about to stop"),
+    "memory": (503, "the device has no memory for this request: shorten it, or try again later"),
     "error": (500, "decoding failed: the server's log says why"),
 }
 

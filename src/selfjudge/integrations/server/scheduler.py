@@ -277,14 +277,18 @@ class Scheduler:
         active = self._active[choice]
         try:
             output = active.batch.step(crowded=len(self._active) > 1)
-        except Exception:  # out of memory, say: these answers are lost, the server goes on
+        except Exception as error:  # these answers are lost, the server goes on
             LOG.exception("a batch failed")
+            failure: Failure = "memory" if isinstance(error, torch.OutOfMemoryError) else "error"
             for answer in list(active.jobs):
-                self._end(active.jobs.pop(answer), answer, "error")
+                self._end(active.jobs.pop(answer), answer, failure)
             output = []
         for answer, pieces in output:
             job = active.jobs.get(answer)
             if job is None:
+                continue
+            if answer.out_of_memory:
+                self._end(active.jobs.pop(answer), answer, "memory")
                 continue
             if answer.cycles:
                 self._gamma[choice.mode] = answer.gamma

@@ -1,0 +1,178 @@
+"""What a model needs of memory: the one estimate of loading, admission, `doctor` and docs/memory.md.
+
+It reads a config and the headers of files, never a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.catalogue import check_hub, check_reference, find_embedded, head_folder, is_public_head
+from selfjudge.models.checkpoint import read_headers
+from selfjudge.models.convert import quiet
+from selfjudge.models.eagle import EagleFile, EagleHead, read_config
+from selfjudge.models.gguf import GgufFile, gguf_file, open_model
+from selfjudge.models.shape import UnknownShapeError, describe, head_width, kernel_width
+from selfjudge.store import home, hub_options, read_json
+
+INT8 = 8
+PACKED = {2: 2304, 3: 2560, 6: 3328, 7: 3584, INT8: 4352, 12: 2368, 13: 3392, 14: 3392}
+"""Bytes of 4,096 weights as the CPU engine packs them, by the type of their blocks."""
+SPARE_SLOTS = 258
+"""Tokens that a row of the CUDA cache may be longer than its text: it is rounded up."""
+OVERHEAD = {"cpu": 900_000_000, "cuda": 1_500_000_000}
+"""Bytes of Python, torch, tokenizer and buffers on a CPU (measured); of CUDA's context, kernels and captured graphs."""
+PASS_TOKENS = 8192
+"""Tokens of a prompt whose intermediate values are on a CUDA device at a time."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that a model needs in one format on one kind of device."""
+
+    weights: int
+    token: int
+    """Keys and values of one token of a row."""
+    logits: int
+    """Logits and their distribution, of one row."""
+    workspace: int
+    """All else that does not grow with rows."""
+
+    def row(self, length: int) -> int:
+        """A row of at most so many tokens."""
+        return self.token * (length + SPARE_SLOTS) + self.logits
+
+    def rows_that_fit(self, length: int, budget: float) -> int:
+        """Rows of that length in so many bytes."""
+        return max(0, int(budget // self.row(length)))
+
+
+def token_bytes(layers: int, kv_heads: int, width: int, itemsize: int) -> int:
+    """Keys and values of one token of a row."""
+    return 2 * layers * kv_heads * width * itemsize
+
+
+def measure_need(model: PreTrainedModel, dtype: str, device: str) -> MemoryNeed:
+    """What a model needs, with its weights or without: its `dtype` as tables print it, its device's type."""
+    config = model.config.get_text_config()
+    on_cuda, floats = device == "cuda", dtype if dtype in ("float32", "bfloat16", "float16") else "float32"
+    itemsize = getattr(torch, floats).itemsize
+    width = kernel_width(head_width(config), torch.device(device)) if on_cuda else head_width(config)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    token = token_bytes(config.num_hidden_layers, kv_heads, width, itemsize)
+    workspace = OVERHEAD["cuda" if on_cuda else "cpu"]
+    if on_cuda:  # the widest values of a pass are those between the two feed-forward matrices
+        wide = 4 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+        workspace += PASS_TOKENS * wide * itemsize
+    return MemoryNeed(_count_weights(model, dtype, on_cuda), token, 16 * config.vocab_size, workspace)
+
+
+def measure_draft(reference: str, target: PreTrainedModel, dtype: str, device: str) -> MemoryNeed:
+    """What a draft of a target needs: a head or a model, in int8 where the target's weights are not floats."""
+    folder, known = head_folder(reference), find_embedded(reference)
+    size = PACKED[INT8] / 4096 if dtype in ("q4", "int8") else getattr(torch, dtype).itemsize
+    if folder is None:
+        shipped = None if known is None else known[0].draft
+        model = outline_model(reference) if shipped is None else _outline(shipped, {})
+        need = replace(measure_need(model, "int8" if dtype == "q4" else dtype, device), workspace=0)
+        if dtype == "q4":  # its file has the embedding in float16 and all else in int8
+            packed = sum(p.numel() for p in _matrices(model)) * PACKED[INT8] // 4096
+            need = replace(need, weights=packed + 2 * model.get_input_embeddings().weight.numel())
+        return need
+    rows = 0
+    if is_public_head(folder):
+        stored = read_headers([*folder.glob("*.safetensors")], torch.device("meta")).values()
+        weights = sum(math.prod(tensor.shape) for tensor in stored if tensor.dtype.is_floating_point)
+    else:
+        shape = read_config(read_json(folder / "config.json", EagleFile), folder)
+        with torch.device("meta"):
+            weights = sum(p.numel() for p in EagleHead(shape, torch.arange(shape.draft_vocab_size)).parameters())
+        rows = shape.draft_vocab_size * shape.hidden_size  # of the output matrix
+    layers = target.config.get_text_config().num_hidden_layers
+    floats = 4 * rows if dtype == "int8" else 0  # beside their int8 copy
+    return MemoryNeed(int((weights + rows) * size) + floats, measure_need(target, dtype, device).token // layers, 0, 0)
+
+
+def _count_weights(model: PreTrainedModel, dtype: str, on_cuda: bool) -> int:
+    """Bytes of the weights in memory."""
+    file, head = gguf_file(model), model.get_output_embeddings().weight
+    tied = model.config.get_text_config().tie_word_embeddings
+    sizes = [p.numel() for p in model.parameters() if not (tied and p is head)]
+    sizes += [head.numel()] if tied and model.get_input_embeddings().weight is head else []
+    if dtype == "q4":
+        assert file is not None
+        return _count_blocks(file)
+    if dtype == "int8":  # beside their float32
+        matrices = [p.numel() for p in _matrices(model)]
+        return 4 * sum(sizes) + sum(matrices) * PACKED[INT8] // 4096
+    itemsize: int = getattr(torch, dtype).itemsize
+    return (sum(sizes) + (_count_arranged(model) if on_cuda else 0)) * itemsize
+
+
+def _matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The matrices of the layers and the output matrix."""
+    head = model.get_output_embeddings().weight
+    return [p for name, p in model.named_parameters() if p.dim() == 2 and ".layers." in name and p is not head] + [head]
+
+
+def _count_arranged(model: PreTrainedModel) -> int:
+    """Weights that the CUDA engine keeps a second time, in the order and the width of its kernels."""
+    try:
+        shape = describe(model.config)
+    except UnknownShapeError:
+        return 0  # the reference engine runs it
+    width = kernel_width(shape.head_dim, torch.device("cuda"))
+    if shape.rotated_columns(width) is None:
+        return 0
+    heads = 2 * shape.heads + 2 * shape.kv_heads if width > shape.head_dim else shape.heads + 2 * shape.kv_heads
+    return shape.layers * shape.hidden * heads * width
+
+
+def _count_blocks(file: GgufFile) -> int:
+    """Bytes of the weights of a GGUF file as the CPU engine packs them."""
+    total = 0
+    for tensor in file.tensors.values():
+        if tensor.name == "token_embd.weight" and "output.weight" in file.tensors:
+            total += tensor.size  # it is looked up as it is
+        elif tensor.block_kind in PACKED:
+            total += tensor.rows * tensor.cols * PACKED[tensor.block_kind] // 4096
+        else:
+            total += 4 * tensor.rows * tensor.cols
+    return total
+
+
+def outline_model(reference: str) -> PreTrainedModel:
+    """A model without its weights: an embedded one that was pulled, a GGUF file, a checkpoint folder or a hub id."""
+    check_reference(reference, "model")
+    path = Path(reference).expanduser()
+    if (found := find_embedded(reference)) is not None:
+        if found[1]:
+            raise SelfJudgeError(f"{reference} is a draft: name its target")
+        path = home() / "models" / f"{reference}.gguf"
+        if not path.is_file():
+            raise SelfJudgeError(f"{reference} is not here yet: selfjudge pull {reference}")
+    if path.suffix == ".gguf":
+        return open_model(path)
+    check_hub(reference)
+    return _outline(path, {}) if path.is_dir() else _outline(reference, hub_options())
+
+
+def _outline(source: Path | str, options: Mapping[str, Any]) -> PreTrainedModel:
+    """The model of a checkpoint on the meta device."""
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+            with torch.device("meta"):
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a missing, gated or malformed config
+        raise SelfJudgeError(f"{source} is not a readable checkpoint: {first_line(error)}") from None
+    return model

@@ -1,0 +1,330 @@
+"""What models need of memory, and what happens where it is not there: rows wait, and one request ends, not a server."""
+
+from __future__ import annotations
+
+import json
+import queue as queues
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import VOCAB, tiny_head, tiny_model
+from fake_gguf import write_model
+from families import family_model
+from selfjudge.decoding import prefill as prefill_module
+from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.rules import Exact
+from selfjudge.decoding.text import Batch, generate
+from selfjudge.engine import draft as draft_module
+from selfjudge.engine.cpu.library import library
+from selfjudge.engine.cpu.weights import PackedWeights
+from selfjudge.engine.cuda.engine import CudaEngine
+from selfjudge.engine.draft import BatchEngines
+from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.jobs import CompletionJob, Update
+from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.rules import Rules
+from selfjudge.integrations.server.scheduler import Scheduler
+from selfjudge.models import device, memory
+from selfjudge.models.gguf import open_model
+from selfjudge.models.memory import measure_draft, measure_need, outline_model
+from selfjudge.models.pair import Pair
+from selfjudge.types import Step
+
+MODELS = tiny_model(seed=1, max_position_embeddings=600), tiny_model(seed=2, max_position_embeddings=600)
+ROW = sum(256 * 2 * model.config.num_hidden_layers * 2 * 8 * 4 for model in MODELS)
+"""Bytes of the smallest row of both models: 256 slots, keys and values, 2 heads of 8 columns, float32."""
+
+
+# ------------------------------------------------------------------------------------------------------ the estimate
+
+
+def test_packed_weights_are_counted_as_the_kernel_packs_them() -> None:
+    kernel = library("native")
+    for kind, size in memory.PACKED.items():
+        assert kernel.packed_bytes(kind, 4096, 512) == 512 * size, kind
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_floats_are_counted_once(tied: bool) -> None:
+    model = tiny_model(hidden_size=64, head_dim=16, tie_word_embeddings=tied)
+    assert measure_need(model, "float32", "cpu").weights == 4 * model.num_parameters()
+    assert measure_need(model, "bfloat16", "cuda").weights == 2 * model.num_parameters()
+
+
+def test_heads_that_are_arranged_for_the_kernels_are_counted_again() -> None:
+    """Heads that are padded, or of which some columns are not rotated."""
+    model = family_model("Phi-3 and 4")
+    config = model.config
+    width = max(16, 1 << (memory.head_width(config) - 1).bit_length())
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    heads += config.num_attention_heads if width > memory.head_width(config) else 0
+    extra = config.num_hidden_layers * config.hidden_size * heads * width
+    assert measure_need(model, "bfloat16", "cuda").weights == 2 * (model.num_parameters() + extra)
+
+
+def test_blocks_and_int8_are_counted_as_they_are_packed(tmp_path: Path) -> None:
+    model = tiny_model(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    packed = PackedWeights(model, int8=True)
+    floats = sum(p.numel() for p in model.parameters()) * 4
+    assert measure_need(model, "int8", "cpu").weights == pytest.approx(floats + packed.bytes_per_pass, rel=0.02)
+    write_model(
+        model,
+        tmp_path / "m.gguf",
+        dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_gate", "ffn_down"), "Q4_0"),
+    )
+    outline = open_model(tmp_path / "m.gguf")
+    kept = sum(part.nbytes for part in PackedWeights(outline, int8=False).kept)
+    assert measure_need(outline, "q4", "cpu").weights == pytest.approx(kept, rel=0.02)
+
+
+def test_a_token_is_what_the_caches_reserve() -> None:
+    engine = CudaEngine(MODELS[0])
+    engine.reserve(3, 500)
+    need = measure_need(MODELS[0], "float32", "cpu")
+    assert engine.cache_bytes == 3 * engine.row_bytes(500) == 3 * 512 * need.token
+    assert need.rows_that_fit(254, 10 * need.row(254)) == 10
+    assert need.rows_that_fit(254, need.row(254) - 1) == 0
+
+
+def test_a_draft_is_a_head_or_a_model(head_folder: Path, checkpoints: dict[str, str]) -> None:
+    target, head = outline_model(checkpoints["target"]), tiny_head(tiny_model())
+    need = measure_draft(str(head_folder), target, "float32", "cpu")
+    assert need.token == measure_need(target, "float32", "cpu").token // target.config.num_hidden_layers
+    assert need.weights == 4 * (sum(p.numel() for p in head.parameters()) + len(head.draft_ids) * 32)
+    small = measure_draft(checkpoints["draft"], target, "float32", "cpu")
+    assert small.weights == 4 * outline_model(checkpoints["draft"]).num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0.9", 0.9), ("1", 1), ("8GB", 8e9), ("1.5 gb", 1.5e9), ("500MiB", 500 * 1024**2)]
+)
+def test_a_share_or_a_size(text: str, size: float) -> None:
+    assert device.parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "much", "8", "8 apples", "GB", "nan"])
+def test_what_is_neither_is_refused(text: str) -> None:
+    with pytest.raises(SelfJudgeError, match=r"a share such as 0\.9 or a size such as 8GB"):
+        device.parse_memory(text)
+
+
+def test_the_limit_of_a_device(monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, str]) -> None:
+    with pytest.raises(SelfJudgeError, match="`gpu_memory` needs a CUDA device, not cpu"):
+        Pair.load(checkpoints["target"], device="cpu", needs_draft=False, gpu_memory="0.5")
+    cuda, given = torch.device("cuda"), []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 10 * 10**9}))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: given.append(share))
+    for text in ("0.5", "8GB"):
+        device.limit_memory(cuda, text)
+    assert given == [0.5, 0.8]
+    with pytest.raises(SelfJudgeError, match="11GB is more than the 10 GB"):
+        device.limit_memory(cuda, "11GB")
+
+
+@pytest.mark.parametrize(("free", "left"), [(6e9, 4e9), (1e9, 2e9)])
+def test_what_is_left_is_within_the_limit_and_what_others_leave(
+    monkeypatch: pytest.MonkeyPatch, free: float, left: float
+) -> None:
+    known = {"mem_get_info": (int(free), int(10e9)), "memory_reserved": int(5e9), "memory_allocated": int(4e9)}
+    for name, value in {**known, "get_per_process_memory_fraction": 0.8}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert device.free_memory(torch.device("cuda")) == int(left)
+
+
+# --------------------------------------------------------------------------------------------------------- admission
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Leave so many bytes free, whatever is reserved."""
+
+    def limit(size: float) -> None:
+        monkeypatch.setattr(draft_module, "free_memory", lambda _: int(size))
+
+    return limit
+
+
+def engines(kind: str = "cuda") -> BatchEngines:
+    target = make_engine(MODELS[0], kind=kind)
+    target.chunk = 512
+    return BatchEngines(target, make_draft(MODELS[1], MODELS[0], kind=kind))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tokens_of(steps: list[Step], row: int) -> list[int]:
+    return [token for step in steps for e in step.emissions if e.row == row for token in e.tokens]
+
+
+def run(requests: list[Request], rows: int = 4, length: int = 200) -> tuple[list[Step], BatchEngines]:
+    used, waiting = engines(), AdmissionQueue(rows, length)
+    for request in requests[1:]:
+        waiting.put(request)
+    return list(decode(used, requests[:1], Exact(), gamma=2, queue=waiting)), used
+
+
+def assert_answered(steps: list[Step], requests: list[Request], without: tuple[int, ...] = ()) -> None:
+    for row, request in enumerate(requests):
+        alone = list(decode(engines("reference"), [request], Exact(), gamma=2))
+        assert tokens_of(steps, row) == ([] if row in without else tokens_of(alone, 0)), row
+
+
+@pytest.mark.parametrize("fitting", [1, 2])
+def test_rows_wait_until_there_is_memory_for_them(limited: Callable[[float], None], fitting: int) -> None:
+    limited((fitting + 0.5) * ROW / draft_module.CACHE_SHARE)
+    requests = [Request(prompt_of(7, seed), 12) for seed in range(4)]
+    steps, used = run(requests)
+    assert_answered(steps, requests)
+    assert max(len({e.row for e in step.emissions}) for step in steps) == fitting
+    assert used.target.cache_bytes == fitting * ROW // 2
+
+
+def test_caches_grow_with_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_module, "START_TOKENS", 100)
+    short, long = Request(prompt_of(7), 12), Request(prompt_of(300, 1), 20)
+    steps, used = run([short, short], length=500)
+    assert used.target.holds(4, 100)
+    assert not used.target.holds(4, 400)
+    steps, used = run([short, long, short], length=500)
+    assert_answered(steps, [short, long, short])
+    assert used.target.holds(4, 320)
+    assert not used.target.holds(4, 500 + 13)
+
+
+def test_a_request_without_memory_is_given_up_and_others_are_answered(
+    limited: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_module, "START_TOKENS", 100)
+    limited(1.2 * ROW / draft_module.CACHE_SHARE)
+    requests = [Request(prompt_of(7), 12), Request(prompt_of(300, 1), 20), Request(prompt_of(9, 2), 12)]
+    steps, _ = run(requests, length=500)
+    assert [step.out_of_memory for step in steps if step.out_of_memory] == [(1,)]
+    assert_answered(steps, requests, without=(1,))
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], None]:
+    """Run out of memory in every prefill of so many tokens for which the given function is true."""
+
+    def limit(too_long: Callable[[int], bool]) -> None:
+        read = CudaEngine.prefill
+
+        def prefill(self: CudaEngine, tokens: Tensor, counts: Tensor) -> Any:
+            if too_long(tokens.numel()):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 …")
+            return read(self, tokens, counts)
+
+        monkeypatch.setattr(CudaEngine, "prefill", prefill)
+        monkeypatch.setattr(CudaEngine, "chunk", 512)
+
+    return limit
+
+
+def test_a_prompt_that_finds_no_memory_waits_for_a_row_to_leave(full: Callable[..., None]) -> None:
+    """The pass of all prompts fails, and that of the long one beside a live row; it works once that row has left."""
+    failures = iter([True] * 2)
+    full(lambda tokens: tokens > 25 and next(failures, False))
+    requests = [Request(prompt_of(5), 10), Request(prompt_of(30, 1), 12), Request(prompt_of(6, 2), 20)]
+    steps, _ = run(requests)
+    assert_answered(steps, requests)
+    assert next(failures, None) is None
+
+
+def test_prompts_that_find_no_memory_together_are_read_one_by_one(full: Callable[..., None]) -> None:
+    full(lambda tokens: tokens > 25)
+    requests = [Request(prompt_of(20, seed), 12) for seed in range(4)]
+    steps, _ = run(requests)
+    assert_answered(steps, requests)
+
+
+def test_only_the_prompt_that_is_too_long_is_given_up(full: Callable[..., None]) -> None:
+    full(lambda tokens: tokens > 25)
+    requests = [Request(prompt_of(n, n), 12) for n in (9, 40, 8, 30)]
+    steps, _ = run(requests)
+    assert sorted(row for step in steps for row in step.out_of_memory) == [1, 3]
+    assert_answered(steps, requests, without=(1, 3))
+
+
+def test_a_batch_says_which_answer_was_given_up(tiny_pair: Pair, full: Callable[..., None]) -> None:
+    full(lambda tokens: tokens > 25)
+    batch = Batch(tiny_pair, "exact", rows=2, length=90, gamma=2, engine="cuda")
+    short, long = batch.add(prompt_of(5), max_new_tokens=8), batch.add(prompt_of(40), max_new_tokens=8)
+    while len(batch):
+        batch.step()
+    assert (short.out_of_memory, long.out_of_memory) == (False, True)
+    assert short.finish is not None
+    assert long.finish is None
+
+
+@pytest.fixture
+def scheduler(tiny_pair: Pair) -> Iterator[Scheduler]:
+    rules = Rules(tiny_pair, None, RuleRequest("exact", gamma=2))
+    made = Scheduler(tiny_pair, rules, ServerConfig(max_context=90, engine="cuda"), Metrics())
+    made.start()
+    yield made
+    made.stop()
+
+
+def answer(scheduler: Scheduler, prompt: list[int]) -> Update:
+    updates: queues.Queue[Update] = queues.Queue()
+    scheduler.submit(CompletionJob(prompt, scheduler.rules.choose(), 8, updates.put))
+    while True:
+        update = updates.get(timeout=60)
+        if update.result is not None or update.failure:
+            return update
+
+
+def test_out_of_memory_ends_one_request_and_not_the_server(
+    scheduler: Scheduler, full: Callable[..., None], tiny_pair: Pair
+) -> None:
+    full(lambda tokens: tokens > 25)
+    assert answer(scheduler, prompt_of(40)).failure == "memory"
+    after = answer(scheduler, prompt_of(5)).result
+    assert after is not None
+    text = tiny_pair.tokenizer.decode(prompt_of(5))
+    assert after.tokens == generate(tiny_pair, text, raw=True, max_new_tokens=8).tokens
+
+
+def test_out_of_memory_in_a_cycle_is_named(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers of that batch are lost, the server goes on."""
+
+    def run_out(self: CudaEngine, *_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaEngine, "extend", run_out)
+        patch.setattr(CudaEngine, "prefill", CudaEngine.prefill)
+        assert answer(scheduler, prompt_of(5)).failure == "memory"
+    assert answer(scheduler, prompt_of(5)).result is not None
+
+
+def test_the_plan_of_a_folder(checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfjudge.cli.doctor import describe_plan, plan_memory
+    from selfjudge.cli.groups import DeviceOptions
+
+    monkeypatch.setattr(device, "available_memory", lambda: 10**9 + 10**8)
+    plan = plan_memory(checkpoints["target"], checkpoints["draft"], DeviceOptions(device="cpu"))
+    target, small = (outline_model(checkpoints[role]) for role in ("target", "draft"))
+    assert (plan["weights"], plan["draft"]) == (4 * target.num_parameters(), 4 * small.num_parameters())
+    token = sum(measure_need(model, "float32", "cpu").token for model in (target, small))
+    assert plan["cache_per_1000_tokens"] == 1000 * token
+    assert json.loads(json.dumps(plan)) == plan
+    lines = dict(describe_plan(plan))
+    assert lines["fits"].startswith("yes: about ")
+    monkeypatch.setattr(device, "available_memory", lambda: 10**8)
+    assert dict(describe_plan(plan_memory(checkpoints["target"], None, DeviceOptions(device="cpu"))))[
+        "fits"
+    ].startswith("no: not even one row of ")
+    with pytest.raises(SelfJudgeError, match="q4 needs a GGUF file or an embedded model"):
+        plan_memory(checkpoints["target"], None, DeviceOptions(device="cpu", dtype="q4"))
