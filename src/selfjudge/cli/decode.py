@@ -171,7 +171,7 @@ def serve(
     """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
     At / is a playground.
 
-    Example: selfjudge serve --port 8000
+    Example: selfjudge serve --port 8000 --gpu-memory 0.9
 
     Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1
 

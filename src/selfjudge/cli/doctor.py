@@ -78,11 +78,13 @@ def doctor(
 
 def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[str, Any]:
     """What a model and its draft need of memory on this machine, in bytes; no weight is read."""
-    from selfjudge.models.device import free_memory
+    from selfjudge.models.device import free_memory, limit_memory
     from selfjudge.models.load import Loader, stays_in_file
     from selfjudge.models.memory import MemoryNeed, measure_draft, measure_need, outline_model
 
-    loader = Loader.choose(model, hardware.device, hardware.dtype, None, False, None, hardware.gpu_memory)
+    loader = Loader.choose(model, hardware.device, hardware.dtype, None, False, None)
+    if hardware.gpu_memory is not None:
+        limit_memory(loader.device, hardware.gpu_memory)
     outline, device = outline_model(model), loader.device.type
     dtype = "q4" if loader.q4 else "int8" if loader.int8 else str(loader.dtype).removeprefix("torch.")
     if dtype == "q4" and not stays_in_file(model):

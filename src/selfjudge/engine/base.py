@@ -71,6 +71,7 @@ class RowCache(Protocol):
 
     def trim(self) -> None:
         """Free what is kept for the next prompts."""
+        return
 
     def aside(self) -> Self:
         """Return the same weights with an empty cache, for prompts whose rows will `join` this one."""

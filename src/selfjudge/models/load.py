@@ -25,7 +25,7 @@ from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, check_reference, head_folder, unknown_model
 from selfjudge.models.checkpoint import find_files, open_checkpoint
 from selfjudge.models.convert import dequantise, gguf_tokenizer, quiet
-from selfjudge.models.device import check_memory, choose_device, limit_memory
+from selfjudge.models.device import check_memory, choose_device
 from selfjudge.models.gguf import open_model
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.memory import measure_need
@@ -63,12 +63,9 @@ class Loader:
         draft_dtype: str | None,
         full_precision: bool,
         progress: Notify | None,
-        gpu_memory: str | None = None,
     ) -> Loader:
         """The device and the formats that these options of `Pair.load` mean for a target."""
         where = choose_device(device)
-        if gpu_memory is not None:
-            limit_memory(where, gpu_memory)
         by_default = dtype is None and where.type == "cpu" and not full_precision
         if by_default and stays_in_file(target):
             dtype = "q4"

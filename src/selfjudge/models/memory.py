@@ -106,16 +106,17 @@ def _count_weights(model: PreTrainedModel, dtype: str, on_cuda: bool) -> int:
     """Bytes of the weights in memory."""
     file, head = gguf_file(model), model.get_output_embeddings().weight
     tied = model.config.get_text_config().tie_word_embeddings
-    sizes = [p.numel() for p in model.parameters() if not (tied and p is head)]
-    sizes += [head.numel()] if tied and model.get_input_embeddings().weight is head else []
+    count: int = sum(p.numel() for p in model.parameters() if not (tied and p is head))
+    if tied and model.get_input_embeddings().weight is head:
+        count += head.numel()
     if dtype == "q4":
         assert file is not None
         return _count_blocks(file)
     if dtype == "int8":  # beside their float32
         matrices = [p.numel() for p in _matrices(model)]
-        return 4 * sum(sizes) + sum(matrices) * PACKED[INT8] // 4096
+        return 4 * count + sum(matrices) * PACKED[INT8] // 4096
     itemsize: int = getattr(torch, dtype).itemsize
-    return (sum(sizes) + (_count_arranged(model) if on_cuda else 0)) * itemsize
+    return (count + (_count_arranged(model) if on_cuda else 0)) * itemsize
 
 
 def _matrices(model: PreTrainedModel) -> list[nn.Parameter]:

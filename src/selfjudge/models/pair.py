@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder, is_public_head, shipped_draft
+from selfjudge.models.device import limit_memory
 from selfjudge.models.eagle import FILE, EagleHead
 from selfjudge.models.load import Loader
 from selfjudge.models.loaded import Draft, Target
@@ -60,7 +61,9 @@ class Pair:
         `gpu_memory` limits what this process takes of a CUDA device: a share (`0.9`) or a size (`8GB`).
         Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
-        loader = Loader.choose(target, device, dtype, draft_dtype, full_precision, progress, gpu_memory)
+        loader = Loader.choose(target, device, dtype, draft_dtype, full_precision, progress)
+        if gpu_memory is not None:
+            limit_memory(loader.device, gpu_memory)
         name = target if draft is None else f"{target}+{draft}"
         target_model, tokenizer = loader.load_target(target)
         draft_model = None
