@@ -46,14 +46,14 @@ def certificate(
     def candidate(rule: str, family: str, differences: list[float], refuted: bool, why: str) -> dict[str, Any]:
         used = bool(differences)
         return {
-            "rule": rule, "family": family, "gamma": 3, "n_used": len(differences), "refuted": refuted, "why": why,
+            "rule": rule, "family": family, "gamma": 3, "loads": [1], "speed_load": 1, "n_used": len(differences), "refuted": refuted, "why": why,
             "differences": pack(differences), **summarise(differences, sizes), "needed_prompts": None,
             "mean_accepted_length": 2.5 if used else None, "tokens_per_second": 80.0 if used else None,
             "speed_ratio": 1.12 if used else None, "speed_ci": [1.07, 1.16] if used else None,
         }  # fmt: skip
 
     return {
-        "format_version": 2, "pair": "some-pair", "task": "gsm8k", "measure": measure, "measure_words": "the task's score",
+        "format_version": 3, "load": 1, "more_loads": [], "pair": "some-pair", "task": "gsm8k", "measure": measure, "measure_words": "the task's score",
         "rule": rule if certified else "exact", "resolved": RESOLVED if certified else "exact", "gamma": 3, "n": n, "epsilon": epsilon,
         "delta": delta, "certified": certified, **summarise(differences, sizes),
         "mean_difference_ci": [-0.013, 0.005] if certified else None,

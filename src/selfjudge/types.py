@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-MAX_GAMMA = 20  # maximum draft tokens of a cycle, everywhere: the longest blocks that the paper uses
+MAX_GAMMA = 32  # maximum draft tokens of a cycle, everywhere: rules that look ahead gain by long blocks
 Gamma = int | Literal["auto"]  # draft tokens of a cycle, or `auto`: chosen while decoding (`decoding/gamma.py`)
 ENGINES = ("auto", "reference", "cpu", "cuda")
 GLOSSARY = {

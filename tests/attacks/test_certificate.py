@@ -54,6 +54,26 @@ def renaming(rule: str = "", new: str = "", resolved: str = "", gamma: int = 3, 
     return change
 
 
+ROW = (
+    *("rule", "resolved", "gamma", "n", "certified", "mean_difference", "mean_difference_ci", "lost", "gained", "exact_gamma"),
+    *("speed_measure", "speed_ratio", "speed_ci", "exact_over_plain", "evidence", "overlap"),
+)  # fmt: skip
+
+
+def adding_row(**values: Any) -> Change:
+    """A further load, with what is said of the first one but for `values`."""
+
+    def change(content: dict[str, Any]) -> None:
+        own = {name: content[name] for name in ROW if name in content}
+        content["more_loads"] = [{"load": 8, **own, **{k: v for k, v in values.items() if k in own or k == "load"}}]
+
+    return change
+
+
+SPEEDS = [
+    {"load": 1, "rule": rule, "gamma": gamma, "mean_accepted_length": 2.0, "tokens_per_second": rate}
+    for rule, gamma, rate in (("exact", 3, 1.0), ("judged:q0.95", 5, 9.0), ("judged:q0.9", 5, 9.0), ("judged:q0.8", 5, 9.0))
+]  # fmt: skip
 TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "every θ of the quality curve 0": ("judge/config.json", setting(quality_curve=[[0.5, 0.0], [0.9, 0.0]]), "not judged:theta=0.6,"),
     "not certified": ("certificate.json", setting(certified=False), "is not certified"),
@@ -87,7 +107,7 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "a family less": ("certificate.json", setting(families=["judged"]), "does not follow"),
     "a family that there is not": ("certificate.json", renaming(families=["judged", "luck"]), "families that there are not"),
     "rules of several γ": ("certificate.json", renaming(gamma=5), "rules of several γ"),
-    "the name of a later rule": (BOTH, renaming("judged:q0.9", "judged:q0.8", "judged:theta=0.4,confirm=0,guard=True"), "judged:q0.95, judged:q0.8, judged:q0.8 are not the first rules of the family judged"),
+    "the name of a later rule": (BOTH, renaming("judged:q0.9", "judged:q0.8", "judged:theta=0.4,confirm=0,guard=True"), "judged:q0.95 at γ = 3, judged:q0.8 at γ = 3, judged:q0.8 at γ = 3 are not the first rules of the family judged"),
     "the name of a rule that no family has": (BOTH, renaming("judged:q0.9", "judged:q0.7", "judged:theta=0.4,confirm=0,guard=True"), "are not the first rules"),
     "no family": ("certificate.json", setting(families=[]), "no ε"),
     "words of another certificate": ("certificate.json", within("overlap", bound=1.0), "overlap of the certificate does not follow"),
@@ -101,6 +121,13 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "another θ": (BOTH, setting(resolved="judged:theta=0.1,confirm=0,guard=True"), "as it was certified"),
     "no guard": (BOTH, setting(resolved="judged:theta=0.6,confirm=0,guard=False"), "as it was certified"),
     "another rule that failed": (BOTH, setting(rule="margin:1,guard=on", resolved="margin:threshold=1.0,guard=True"), "judge of the rule"),
+    "a load of another γ": (BOTH, adding_row(gamma=8), "no bet certifies judged:q0.9 at γ = 8"),
+    "a load that lost less": (BOTH, adding_row(lost=0), "lost of the certificate does not follow"),
+    "a load that is not certified": (BOTH, adding_row(certified=False), "is not certified"),
+    "a load twice": (BOTH, adding_row(load=1), "loads, each once"),
+    "a load of the certificate alone": ("certificate.json", adding_row(), "another more_loads"),
+    "another load": ("certificate.json", setting(load=64), "not of the same loads"),
+    "speeds that chose other pairs": ("certificate.json", setting(speeds=SPEEDS), "are not the first rules of the family judged"),
     "an older version": (BOTH, setting(format_version=1), "made by another version"),
 }  # fmt: skip
 """File, change, and what is said even if all checksums are written anew."""

@@ -284,7 +284,7 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "frequency_penalty": 0.5}, "frequency_penalty is not"), ({**GOOD, "no_such_field": 1}, "no_such_field"),
     ({**GOOD, "\ud800": 1}, ""), ({**GOOD, "selfjudge": {"thetta": 1}}, "thetta"), ({**GOOD, "selfjudge": {"tokens": True}}, "needs stream"),
     ({**GOOD, "selfjudge": {"theta": 2}}, "must lie in [0, 1]"), ({**GOOD, "selfjudge": {"theta": "Q"}}, "theta: must be a valid number or 'F', 'R' or 'Youden'"),
-    ({**GOOD, "selfjudge": {"quality": -1}}, "quality"), ({**GOOD, "selfjudge": {"gamma": 21}}, "at most 20"),
+    ({**GOOD, "selfjudge": {"quality": -1}}, "quality"), ({**GOOD, "selfjudge": {"gamma": 33}}, "at most 32"),
     ({**GOOD, "selfjudge": {"gamma": 10**40}}, "too large"), ({**GOOD, "selfjudge": {"rule": "magic"}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "topk:k=" + "9" * 40}}, "out of range"), ({**GOOD, "selfjudge": {"rule": ""}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "relaxed:delta=nan"}}, "out of range"),

@@ -103,7 +103,7 @@ def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_p
         (["--gammas", "x"], "whole numbers"), (["--judge", f"a={tmp_path / 'other'}"], "width 3"),
         (["--judge", f"a={tmp_path / 'none'}", "--rules", "judged:0.5"], "not a judge folder"), (["--tasks", f"file:{tmp_path / 'no'}"], "does not exist"),
         (["--rules", "judged:0.5", "--judge", "=x"], "a name of its own"), (["--limit", "0"], "Invalid value for '--limit'"),
-        (["--gammas", "500"], "at most 20"),
+        (["--gammas", "500"], "at most 32"),
     ):  # fmt: skip
         found = CliRunner().invoke(app, [*command(checkpoints, asked, tmp_path / "none-eval"), *more])
         assert found.exit_code != 0

@@ -24,7 +24,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.execute import TorchAnswerer
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.report.certificate import certificate_page, describe_result
+from selfjudge.report.certificate import certificate_page, describe_baseline, describe_result
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.certify import share_delta
 from selfjudge.tune.config import TuneConfig
@@ -175,24 +175,70 @@ def test_agreement_is_certified_where_nothing_can_be_scored(
         assert "Nothing here beats exact" in (tmp_path / "t" / "certificate.md").read_text()
 
 
-def test_speeds_choose_gamma_on_prompts_set_aside(
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten drafts of one row take as long as the pass that verifies them; every row takes as long again."""
+
+    def costs(self: TorchAnswerer, prompts: Any, most: int) -> list[float]:
+        return [len(prompts) * (1 + 0.1 * drafts) for drafts in range(most + 1)]
+
+    monkeypatch.setattr(TorchAnswerer, "costs", costs)
+
+
+def test_each_rule_has_its_own_gamma_at_each_load(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are chosen on prompts set aside. One certificate has a row for each load, and is verified whole."""
     monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): "")  # whatever else this machine does
+
+    def costs(self: TorchAnswerer, prompts: Any, most: int) -> list[float]:  # of many rows drafts cost much
+        return [1 + (0.01 if len(prompts) == 1 else 0.5) * drafts for drafts in range(most + 1)]
+
+    monkeypatch.setattr(TorchAnswerer, "costs", costs)
     said: list[str] = []
-    timed = replace(config, times=True, gamma=None, families=("margin", "fly"), epsilon=0.35)
-    certificate = tune_pair(tiny_pair, tmp_path / "t", timed, warn=said.append).certificate
-    small = certificate["candidates"][0]["gamma"] == 2
-    assert len(said) == 1 + small  # what so many prompts can certify, and that fly is not among the rules
-    assert ("fly" in certificate["families"]) is not small
+    timed = replace(config, times=True, gamma=None, families=("margin", "priced", "fly"), epsilon=0.5, load=(4, 1))
+    recipe = tune_pair(tiny_pair, tmp_path / "t", timed, warn=said.append)
+    certificate = recipe.certificate
+    assert len(said) == 1  # what so many prompts can certify
+    speeds = {(row["load"], row["rule"], row["gamma"]): row["tokens_per_second"] for row in certificate["speeds"]}
+    assert {gamma for _, rule, gamma in speeds if rule == "exact"} == {1, 2, 3, 5, 8}
+    assert {load for load, *_ in speeds} == {1, 4}
+    tested = [row for row in certificate["candidates"] if row["n_used"]]
+    assert tested
+    for row in tested:
+        for load in row["loads"]:
+            own = {gamma: rate for (at, rule, gamma), rate in speeds.items() if (at, rule) == (load, row["rule"])}
+            assert max(own, key=lambda gamma: own[gamma]) == row["gamma"]
+    assert max(row["gamma"] for row in tested if 1 in row["loads"]) > 1  # drafts are cheap there
+    assert max(row["n_used"] for row in certificate["candidates"]) <= 27  # three were set aside
+    assert (recipe.loads, recipe.content["load"]) == ([4, 1], 4)
+    assert [row["load"] for row in certificate["more_loads"]] == [1]
+    for load, fitting in ((1, 1), (3, 4), (100, 4)):
+        own = Recipe.load(recipe.folder).at(load)
+        assert (own.content["load"], own.certificate["load"], own.loads[0]) == (fitting, fitting, fitting)
+        assert sorted(own.loads) == [1, 4]
+        (row,) = [row for row in (certificate, *certificate["more_loads"]) if row["load"] == fitting]
+        assert (own.content["rule"], own.gamma) == (row["rule"], row["gamma"])
+        request = Setup.of(recipe.folder, PairOptions(), OPEN_REQUEST, load).request
+        assert (request.rule, request.gamma) == (own.rule, own.gamma)
+    page = (recipe.folder / "certificate.html").read_text()
+    assert "requests at a time" in page
     tune_pair(tiny_pair, tmp_path / "short", replace(timed, minutes=1e-9), warn=said.append)
     assert "1e-09 minutes may be too few" in said[-1]
-    gammas = {row["gamma"] for row in certificate["speeds"] if row["rule"] == "exact"}
-    assert gammas == {2, 3, 5}
-    assert {row["gamma"] for row in certificate["speeds"] if row["rule"].startswith("fly")} == {3, 5}
-    assert certificate["candidates"][0]["gamma"] in gammas
-    assert max(row["n_used"] for row in certificate["candidates"]) <= 27  # three were set aside
-    assert "exact" in decoded
+
+
+def test_rules_that_cannot_gain_are_not_tested(
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where drafts cost as much as passes, plain decoding is left, and no prompt is spent on a rule."""
+    monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): "")
+    monkeypatch.setattr(TorchAnswerer, "costs", lambda self, prompts, most: [1 + 9.0 * d for d in range(most + 1)])
+    recipe = tune_pair(tiny_pair, tmp_path / "t", replace(config, times=True, gamma=None, epsilon=0.35))
+    certificate = recipe.certificate
+    assert (recipe.rule, certificate["families"]) == ("exact", [])
+    assert {row["n_used"] for row in certificate["candidates"]} == {0}
+    assert "not expected to be faster" in certificate["candidates"][0]["why"]
+    assert describe_baseline(certificate).startswith("No rule was tested: none is expected to be faster than exact")
+    assert Recipe.load(recipe.folder).gamma == recipe.gamma
 
 
 @pytest.fixture
@@ -215,16 +261,15 @@ def test_speeds_of_a_busy_machine_are_measured_again_later(
     timed: None,
     decoded: list[str],
 ) -> None:
-    """Until then tokens per pass choose, and nothing is called slow. The bets stay what they are."""
+    """Until then expected speeds choose, and nothing is called slow. The bets stay what they are."""
     busy = "this machine is busy: speeds are not reliable (a test)"
     monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): busy)
-    said: list[str] = []
+    cheap_drafts(monkeypatch)
     timing = replace(config, times=True, gamma=None, epsilon=0.35)
-    first = tune_pair(tiny_pair, tmp_path / "t", timing, warn=said.append)
-    assert f"{busy}; γ = 3, by default" in said
+    first = tune_pair(tiny_pair, tmp_path / "t", timing)
     found = first.certificate
-    assert (found["unreliable"], found["speed_measure"], found["speeds"]) == (busy, "mean_accepted_length", [])
-    assert found["exact_over_plain"] is None
+    assert (found["unreliable"], found["speed_measure"]) == (busy, "expected_tokens_per_second")
+    assert (found["exact"]["tokens_per_second"], found["exact"]["plain_tokens_per_second"]) == (None, None)
     assert found["certified"]
     best = max((row for row in found["candidates"] if row["refuted"]), key=lambda row: row["speed_ci"][0])
     assert found["rule"] == best["rule"]
@@ -287,7 +332,7 @@ def test_a_rule_that_hardly_gains_is_not_taken(
 
 
 def chosen_rules(certificate: dict[str, Any]) -> list[str]:
-    """The certified rules with most tokens per pass."""
+    """The certified rules that were compared: those with the largest expected speeds."""
     certified = [row for row in certificate["candidates"] if row["refuted"]]
     return [row["rule"] for row in sorted(certified, key=lambda row: row["speed_ci"][0], reverse=True)[:2]]
 

@@ -99,7 +99,7 @@ def test_one_default_for_gamma_and_theta(tiny_pair: Pair, judge: Judge) -> None:
     assert (three.cycles, three.gamma_mean) == (4, 3.0)  # 17 tokens less the first, 4 a cycle
     with pytest.raises(SelfJudgeError, match="`gamma` must be a whole number or auto, not 'maybe'"):
         generate(tiny_pair, PROMPTS[0], gamma="maybe")  # type: ignore[arg-type]
-    with pytest.raises(SelfJudgeError, match=r"`gamma` must lie between 0 .* and 20, not 500"):
+    with pytest.raises(SelfJudgeError, match=r"`gamma` must lie between 0 .* and 32, not 500"):
         generate(tiny_pair, PROMPTS[0], gamma=500)
 
 

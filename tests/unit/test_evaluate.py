@@ -55,7 +55,7 @@ def test_rules_that_cannot_be_are_refused(judges: Any) -> None:
         ({"limit": 0}, "`limit` must be at least 1, not 0"),
         ({"batch": 0}, "`batch` must be at least 1, not 0"),
         ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, not 0"),
-        ({"gammas": (3, 500)}, "`gammas` must be at most 20, not 500"),
+        ({"gammas": (3, 500)}, "`gammas` must be at most 32, not 500"),
         ({"tasks": ()}, "`tasks` names no task"),
         ({"rules": ()}, "`rules` names no rule"),
         ({"tasks": ("nothing",)}, "unknown task 'nothing'"),

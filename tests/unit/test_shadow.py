@@ -197,7 +197,7 @@ class Front:
     """The middleware before such a server."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0):
-        settings = {"recipe": str(folder), "share": share}
+        settings = {"recipe": str(folder), "load": 1, "share": share}
         monkeypatch.setenv(middleware.VARIABLE, json.dumps(settings))
         self.app, self.registry = App(), CollectorRegistry()
         self.layer = middleware.ShadowMiddleware(self.app, self.registry)

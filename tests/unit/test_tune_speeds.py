@@ -1,11 +1,11 @@
-"""The choice of γ: what is timed, what is estimated, and how well."""
+"""Pairs of a rule and γ: what is counted, estimated and timed, which pairs are tested, and that the tests stay valid."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +16,13 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.evaluate.config import RuleRun, plan_runs
 from selfjudge.evaluate.execute import Answerer
 from selfjudge.store.load import LoadWatch
-from selfjudge.tune.speeds import Clock, Comparison, choose_gamma, count_accepted_drafts
-from selfjudge.tune.trials import TuneResult, find_exact_gamma
+from selfjudge.tune.certify import Claim, decide
+from selfjudge.tune.config import list_families
+from selfjudge.tune.pairs import find_best, plan_pairs
+from selfjudge.tune.speeds import Clock, Comparison, PairSearch, count_cycle_tokens, estimate_cycle_tokens
+from selfjudge.tune.trials import LoadOutcome, RuleTrial, Tuning
+
+GAMMAS = (1, 2, 3, 5, 8, 12, 20, 32)
 
 
 @pytest.fixture(autouse=True)
@@ -28,23 +33,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan(rule: str, gamma: int) -> RuleRun:
     return plan_runs([rule], [gamma], {}, ())[0]
-
-
-def test_gamma_is_where_relaxed_rules_are_fastest() -> None:
-    def speed(rule: str, gamma: int, rate: float) -> dict[str, Any]:
-        return {"rule": rule, "gamma": gamma, "tokens_per_second": rate}
-
-    speeds = [
-        speed("plain", 0, 50), speed("exact", 2, 110), speed("exact", 4, 100), speed("margin:1", 2, 100),
-        speed("margin:1", 4, 130), speed("fly:0.2,2", 4, 120),
-    ]  # fmt: skip
-    assert choose_gamma(speeds, 3) == 4
-    small = [*speeds[:4], speed("margin:1", 4, 90), speed("fly:0.2,2", 4, 120)]
-    assert choose_gamma(small, 3) == 2  # fly does not work there, and has no say
-    assert choose_gamma([*speeds[:3], speed("fly:0.2,2", 4, 120)], 3) == 4  # unless there is none but such
-    assert choose_gamma([], 3) == 3
-    assert find_exact_gamma(speeds, 3) == 2
-    assert find_exact_gamma([], 3) == 3
 
 
 class Drafting(Answerer):
@@ -66,62 +54,165 @@ class Drafting(Answerer):
         for _ in prompts:
             origins = ["target"]
             while len(origins) < max_new_tokens:
-                stood = int(rng.geometric(1 - self.stands(rule)) - 1)
+                stood = int(rng.geometric(1 - self.stands(rule, gamma)) - 1)
                 origins += ["draft"] * min(stood, gamma) + ["target"]
                 passes += 1
             answers.append(SimpleNamespace(tokens=origins, origins=origins))
-        return answers, {"total": self.slower * passes * (self.target + gamma * self.draft)}
+        return answers, {"total": self.slower * passes * self.seconds(gamma)}
 
-    def stands(self, rule: AcceptanceRule) -> float:
+    def seconds(self, gamma: int) -> float:
+        return self.target + gamma * self.draft
+
+    def stands(self, rule: AcceptanceRule, gamma: int) -> float:
+        """A rule with a price accepts more the longer its block is."""
+        if rule.price is not None:
+            return min(0.95, 0.5 + rule.price * gamma / 10)
         return 0.5 if rule.name == "exact" else 0.8
 
     def speed(self, rule: AcceptanceRule, gamma: int) -> float:
         """As it is on average."""
-        stands = self.stands(rule)
-        return sum(stands**i for i in range(gamma + 1)) / (self.target + gamma * self.draft)
+        stands = self.stands(rule, gamma)
+        return sum(stands**i for i in range(gamma + 1)) / self.seconds(gamma)
 
 
-def test_a_rule_is_timed_at_one_gamma_by_turns_and_what_it_would_do_at_another_is_estimated() -> None:
+def search(answerer: Drafting, families: Sequence[str], costs: Any = None) -> list[Any]:
+    costs = costs or {1: [answerer.seconds(gamma) for gamma in range(33)]}
+    made = PairSearch(answerer, plan, ["prompt"] * 40, GAMMAS, costs, 400)
+    return made.search(list_families(families, None))
+
+
+def test_speeds_are_expected_from_tokens_per_cycle_and_costs() -> None:
+    """One answer tells all of a rule that does not look ahead; of the others every γ is looked at on the way."""
     answerer = Drafting()
-    rows, busy = Clock(answerer, plan, 48).measure(["prompt"] * 300, ["margin:1", "fly:0.3,2"], (2, 3, 5))
-    turn = [*(("exact", g) for g in (0, 2, 3, 5)), ("margin", 5), ("fly", 5)]
-    assert answerer.asked[1:] == turn + turn[::-1]  # the first warms up
-    assert busy == ""
-    found = {(row["rule"], row["gamma"]): row for row in rows}
-    assert {key for key in found if key[0] == "fly:0.3,2"} == {("fly:0.3,2", 3), ("fly:0.3,2", 5)}  # its window is 2
-    for (text, gamma), row in found.items():
-        rule = RuleRequest("exact" if text == "plain" else text).resolve()
-        assert row["tokens_per_second"] == pytest.approx(answerer.speed(rule, gamma), rel=0.1)
-        assert row.get("estimated", False) == (text[0] in "mf" and gamma < 5)
-    assert choose_gamma(rows, 2) == 5
-    rows, _ = Clock(answerer, plan, 48).measure(["p"], ["margin:1"], (3,))
-    assert {row["rule"] for row in rows} == {"plain", "exact"}
+    speeds = search(answerer, ("margin", "fly", "priced"))
+    asked = [gamma for name, gamma in answerer.asked if name == "margin"]
+    assert asked[:6] == [32] * 6  # margins from loose to strict
+    assert set(asked[6:]) < set(GAMMAS)  # those with a price
+    assert [gamma for name, gamma in answerer.asked if name == "exact"] == [32]
+    for row in speeds:
+        rule = RuleRequest("exact" if row["rule"] == "plain" else row["rule"]).resolve()
+        assert row["tokens_per_second"] == pytest.approx(answerer.speed(rule, row["gamma"]), rel=0.1)
+        assert row["rule"][0] != "f" or row["gamma"] > 2  # its window
+    for rule, gamma in (("exact", 2), ("margin:1,guard=on", 8), ("margin:price=0.2,guard=on", 32)):
+        best = find_best(speeds, 1, (rule,))
+        assert best is not None
+        rates = {g: answerer.speed(RuleRequest(rule).resolve(), g) for g in GAMMAS}
+        assert rates[best["gamma"]] >= 0.97 * max(rates.values())
+        assert abs(GAMMAS.index(best["gamma"]) - GAMMAS.index(gamma)) <= 1
 
 
-def test_times_of_the_same_work_that_differ_choose_no_gamma(monkeypatch: pytest.MonkeyPatch) -> None:
-    answerer = Drafting()
-    original = answerer.answer
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_a_run_of_drafts_takes_several_shorter_cycles(gamma: int) -> None:
+    rng = np.random.default_rng(1)
+    runs = rng.geometric(0.3, 20000)
+    expected = sum(0.7**i for i in range(gamma + 1))
+    assert estimate_cycle_tokens(np.minimum(runs, 21).tolist(), gamma) == pytest.approx(expected, rel=0.05)
+    assert estimate_cycle_tokens([], gamma) == 1
 
-    def slowing(*given: Any) -> Any:
-        answerer.slower *= 1.2
-        return original(*given)
 
-    monkeypatch.setattr(answerer, "answer", slowing)
-    _, busy = Clock(answerer, plan, 48).measure(["p"] * 8, ["margin:1"], (2, 3, 5))
-    assert "times of the same answer differ by" in busy
+def row(load: int, rule: str, gamma: int, rate: float) -> dict[str, Any]:
+    return {"load": load, "rule": rule, "gamma": gamma, "mean_accepted_length": 2.0, "tokens_per_second": rate}
+
+
+def test_pairs_are_each_rule_at_its_best_gamma_where_it_may_gain() -> None:
+    speeds = [
+        row(1, "plain", 0, 50), row(1, "exact", 3, 100), row(64, "plain", 0, 100), row(64, "exact", 1, 90),
+        row(1, "strict", 3, 80), row(64, "strict", 3, 80),
+        row(1, "middle", 3, 101), row(1, "middle", 8, 102), row(64, "middle", 3, 101),
+        row(1, "loose", 20, 200), row(1, "loose", 8, 150), row(64, "loose", 8, 110), row(64, "loose", 20, 60),
+    ]  # fmt: skip
+    families = {"a": ("strict", "middle", "loose"), "b": ("strict",)}
+    pairs = plan_pairs(families, speeds, (1, 64), 5)
+    assert [(p.rule, p.gamma, p.loads) for p in pairs.pop("a")] == [
+        ("middle", 3, (64,)), ("middle", 8, (1,)), ("loose", 8, (64,)), ("loose", 20, (1,)),
+    ]  # fmt: skip
+    assert pairs == {}
+    fixed = plan_pairs(families, [], (1,), 5)
+    assert [(p.rule, p.gamma) for p in fixed["a"]] == [("strict", 5), ("middle", 5), ("loose", 5)]
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_certificates_of_chosen_pairs_are_false_with_probability_delta_at_most(power: bool) -> None:
+    """γ of every rule is chosen on other prompts, pairs are dropped by them, and rules that lose ε are tested in order.
+
+    Every rule of the first family loses ε, the least that is too much; those of the second lose it from the second on.
+    With `power` none loses anything: then they are certified.
+    """
+    epsilon, delta, n, runs = 0.1, 0.1, 120, 300
+    rng, wrong, right = np.random.default_rng(0), 0, 0
+    families = {"a": ("a0", "a1", "a2"), "b": ("b0", "b1", "b2")}
+    for _ in range(runs):
+        speeds = [row(load, "exact", 1, 1.0) for load in (1, 8)]
+        speeds += [
+            row(load, rule, int(gamma), float(rng.normal(1.1, 0.1)))
+            for load, rules, gamma in itertools.product((1, 8), families.values(), (2, 5, 8))
+            for rule in rules
+        ]
+        pairs = plan_pairs(families, speeds, (1, 8), 5)
+        claim = Claim(epsilon, delta / max(1, len(pairs)), n)
+
+        def loses(trial: RuleTrial) -> float:
+            return 0.0 if power or trial.rule == "b0" else epsilon
+
+        def decode(trial: RuleTrial, deadline: float) -> bool:
+            lost = loses(trial)
+            drawn = rng.choice([1.0, -1.0, 0.0], 8, p=[(0.2 + lost) / 2, (0.2 - lost) / 2, 0.8])
+            trial.differences += [] if len(trial.differences) >= n else drawn.tolist()
+            return len(trial.differences) < n + 8 and len(trial.differences) > 0
+
+        job: Any = SimpleNamespace(sizes=[1] * n, prompts=[None] * n)
+        tuning: Any = SimpleNamespace(job=job, _decode_next=decode, _report=lambda *_: None, tested_until=0.0)
+        tuning._test = lambda trial, done, total, own=tuning: finish_test(own, trial)
+        trials = Tuning._test_families(tuning, pairs, claim)
+        certified = [trial for trial in trials if trial.certified]
+        wrong += any(loses(trial) >= epsilon for trial in certified)
+        right += bool(certified)
+        for own in ("a", "b"):  # in a family none after one that is not certified
+            flags = [trial.certified for trial in trials if trial.family == own]
+            assert flags == sorted(flags, reverse=True)
+    if power:
+        assert right > 0.5 * runs
+    assert wrong <= delta * runs + 3 * (delta * (1 - delta) * runs) ** 0.5
+
+
+def finish_test(tuning: Any, trial: RuleTrial) -> None:
+    """As `Tuning._test` does, without its clock."""
+    while len(trial.differences) < len(tuning.job.prompts) and tuning._decode_next(trial, 0.0):
+        trial.decision = decide(trial.claim, trial.observations)
+        if trial.decision.certified or trial.decision.futile:
+            return
+
+
+def test_a_hopeless_rule_is_given_up_early_and_a_good_one_is_not() -> None:
+    rng, claim = np.random.default_rng(0), Claim(0.03, 0.01, 1000)
+
+    def spend(lost: float, gained: float) -> tuple[int, bool]:
+        drawn = rng.choice([1.0, -1.0, 0.0], 1000, p=[lost, gained, 1 - lost - gained])
+        for used in range(8, 1001, 8):
+            decision = decide(claim, drawn[:used])
+            if decision.certified or decision.futile:
+                break
+        return used, decision.certified
+
+    hopeless = [spend(0.12, 0.02) for _ in range(40)]
+    assert np.mean([used for used, _ in hopeless]) < 250
+    assert not any(certified for _, certified in hopeless)
+    good = [spend(0.02, 0.02) for _ in range(40)]
+    assert np.mean([certified for _, certified in good]) > 0.8
 
 
 RULES = [("exact", 3), ("margin:1", 5), ("fly:0.3,2", 5)]
 
 
-def compare(answerer: Drafting, notify: Any = lambda stage, share: None, **more: Any) -> Comparison:
+def compare(answerer: Drafting, notify: Any = lambda stage, share: None, load: int = 300, **more: Any) -> Comparison:
     options: dict[str, Any] = {"tokens": 64, "deadline": float("inf"), **more}
-    return Clock(answerer, plan, 48, notify).compare([[f"{i}"] * 300 for i in range(3)], RULES, **options)
+    prompts = [f"{i}" for i in range(3) for _ in range(300)]
+    return Clock(answerer, plan, load, 48, notify).compare(prompts, RULES, **options)
 
 
-def finish(comparison: Comparison) -> TuneResult:
-    """A run that takes no relaxed rule."""
-    return TuneResult([], None, 3, [], ["margin"], comparison)
+def finish(comparison: Comparison) -> LoadOutcome:
+    """A load for which no relaxed rule is taken."""
+    return LoadOutcome(300, None, 3, [], 3, comparison)
 
 
 def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
@@ -150,12 +241,25 @@ def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
     assert slow.compare("margin:1") == (pytest.approx(ratio), pytest.approx((ratio, ratio), rel=0.1))
 
 
+def test_so_many_are_answered_at_a_time() -> None:
+    alone = Drafting()
+    compare(alone, load=1)
+    assert {len(batch) for batch in alone.batches} == {1}
+    assert len(alone.batches) == 1 + 4 * 4 * 5  # four prompts a turn
+    few = Drafting()
+    Clock(few, plan, 8, 48).compare(["a", "b", "c"], RULES, 64, float("inf"))  # few prompts are repeated
+    assert {tuple(batch) for batch in few.batches} == {("a", "b", "c") * 2 + ("a", "b")}
+
+
 def test_from_fewer_turns_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr("selfjudge.tune.speeds.time", SimpleNamespace(monotonic=lambda: next(now)))
-    found = compare(Drafting(), deadline=3)
+    found = compare(Drafting(), deadline=4)
     assert found.doubt == "the time was up after 3 of 4 turns: too few to compare speeds"
     assert found.compare("margin:1") is None
+    late = compare(Drafting(), deadline=-1)
+    assert "after 0 of 4 turns" in late.doubt
+    assert finish(late).baseline == (None, None)
 
 
 def test_a_busy_machine_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,33 +280,35 @@ def test_a_busy_machine_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compare(Drafting()).doubt == busy
 
 
+def test_what_was_not_timed_is_expected_from_m_and_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule of twice the m whose cycles take half as long again, against `exact` at another γ that is a tenth faster."""
+    speeds = [row(8, "exact", 2, 100.0), row(8, "exact", 5, 200 / 3), row(8, "exact", 3, 110.0), row(8, "plain", 0, 50)]
+    outcome = LoadOutcome(8, None, 3, speeds, 2)
+    trial = RuleTrial("margin", "m", "margin:1", 5, Claim(0.1, 0.1, 10), (8,))
+    monkeypatch.setattr(RuleTrial, "length_ratio", property(lambda self: (2.0, (1.8, 2.2))))
+    speed = outcome.compare(trial)
+    assert speed is not None
+    assert speed[0] == pytest.approx(2.0 / 1.5 / 1.1)
+    assert speed[1] == pytest.approx((1.8 / 1.65, 2.2 / 1.65))
+    assert outcome.speed_measure == "expected_tokens_per_second"
+    assert outcome.exact_over_plain == pytest.approx(2.2)
+    assert LoadOutcome(8, None, 3, [], 3).compare(trial) == (2.0, (1.8, 2.2))
+
+
 @given(st.lists(st.sampled_from(["draft", "judge", "target"]), max_size=30))
-def test_accepted_drafts_are_those_before_each_token_of_the_target(origins: list[Any]) -> None:
-    counts = count_accepted_drafts(["target", *origins])
-    assert len(counts) == origins.count("target")
-    cut = len(origins) - next((i for i in range(len(origins), 0, -1) if origins[i - 1] == "target"), 0)
-    assert sum(counts) + len(counts) + cut == len(origins)
+def test_a_cycle_ends_with_a_token_of_the_target_or_with_the_answer(origins: list[Any]) -> None:
+    counts = count_cycle_tokens(["target", *origins])
+    assert sum(counts) == len(origins)
+    assert all(counts)
+    assert len(counts) == origins.count("target") + (origins[-1:] not in ([], ["target"]))
+    assert count_cycle_tokens([]) == []
 
 
 def test_on_cuda_a_run_that_captures_graphs_is_not_timed() -> None:
-    seconds = iter([9.0, 9.0, 2.0, 1.0, 1.0, 2.0])
+    seconds = itertools.chain([9.0] * 3, itertools.repeat(1.0))
     answers = [SimpleNamespace(tokens=(1, 2, 3, 4), origins=["target"] * 4)]
     answerer: Any = SimpleNamespace(
-        device="cuda", one_gamma=False, answer=lambda *a, **k: (answers, {"total": next(seconds)})
+        device="cuda", one_gamma=True, answer=lambda *a, **k: (answers, {"total": next(seconds)})
     )
-    rows, _ = Clock(answerer, plan, 8).measure(["a prompt"], [], (2,))
-    assert [row["tokens_per_second"] for row in rows] == [2.0, 4.0]
-
-
-@pytest.mark.parametrize(("device", "limit", "tokens"), [("cpu", 512, 32), ("cuda", 512, 256), ("cuda", 100, 100)])
-def test_answers_are_timed_long_enough_for_their_device(device: str, limit: int, tokens: int) -> None:
-    asked: list[int] = []
-    answers = [SimpleNamespace(tokens=(1, 2), origins=["target"] * 2)]
-
-    def answer(prompts: Any, rule: Any, gamma: int, max_new_tokens: int, seeds: Any) -> Any:
-        asked.append(max_new_tokens)
-        return answers, {"total": 1.0}
-
-    answerer = cast(Any, SimpleNamespace(device=device, one_gamma=True, answer=answer))
-    Clock(answerer, plan, limit).measure(["a prompt"], [], (2,))
-    assert set(asked[1:]) == {tokens}
+    found = Clock(answerer, plan, 4, 8).compare(["a prompt"], RULES[:2], 8, float("inf"))
+    assert {name: timing.tokens_per_second for name, timing in found.timings.items()} == {"exact": 4.0, "margin:1": 4.0}

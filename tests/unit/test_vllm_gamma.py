@@ -231,7 +231,7 @@ def test_serve_says_which_gamma_it_takes(
     assert "costs" not in settings
     assert start("--rule", "fly", "--load", "256")[1]["num_speculative_tokens"] == 8  # its window is 6
     done = CliRunner().invoke(app, ["serve", "--load", "4"])
-    assert "`load` goes with --backend vllm" in str(done.exception)
+    assert "`load` goes with --recipe or --backend vllm" in str(done.exception)
 
 
 def test_a_recipe_of_plain_decoding_is_not_for_the_worker(tiny_pair: Pair, tmp_path: Path) -> None:

@@ -160,7 +160,9 @@ def serve(
     backend: Annotated[Literal["torch", "vllm"], typer.Option(help="Our own loop, or vLLM with our rules.")] = "torch",
     recipe: RecipeFolder = None,
     vllm: Annotated[str, typer.Option(help="Flags of vLLM's own: '--tensor-parallel-size 2'.")] = "",
-    load: Annotated[int | None, typer.Option(help="Choose γ for so many requests at a time, in vLLM.", min=1)] = None,
+    load: Annotated[
+        int | None, typer.Option(help="Requests at a time: the row of a recipe; in vLLM without one, γ.", min=1)
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free.", min=0, max=65535)] = 8000,
     *,
@@ -175,12 +177,12 @@ def serve(
 
     Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1
 
-    Example: selfjudge serve --recipe tuned --shadow 0.02
+    Example: selfjudge serve --recipe tuned --load 8 --shadow 0.02
 
     Example: selfjudge serve --backend vllm --load 32
     """
     key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
-    setup = Setup.of(recipe, models, request)
+    setup = Setup.of(recipe, models, request, load)
     if setup.request.judge is not None:
         setup.models.check_judge(JudgeConfig.from_pretrained(setup.request.judge))
     own = replace(setup.request.named(), judge=None)
@@ -197,8 +199,11 @@ def serve(
         gamma = _choose_vllm_gamma(setup, flags, load)
         _serve_vllm(setup, config, gamma, ["--host", host, "--port", str(port), *flags])
         return
-    if vllm or load is not None:
-        raise SelfJudgeError(f"`{'vllm' if vllm else 'load'}` goes with --backend vllm")
+    if vllm:
+        raise SelfJudgeError("`vllm` goes with --backend vllm")
+    if load is not None and setup.recipe is None:
+        raise SelfJudgeError("`load` goes with --recipe or --backend vllm")
+
     replace(setup, request=setup.request if own.needs_judge else own).resolve()
     _serve_torch(setup, config, host, port)
 
@@ -280,7 +285,8 @@ def _serve_vllm(setup: Setup, config: ServerConfig, gamma: EngineGamma, more: li
     more = ["--middleware", HOSTS, "--allowed-origins", "[]", *more]
     if config.shadow:
         assert recipe is not None
-        os.environ[VARIABLE] = json.dumps({"recipe": str(recipe.folder.absolute()), "share": config.shadow})
+        settings = {"recipe": str(recipe.folder.absolute()), "load": recipe.content["load"], "share": config.shadow}
+        os.environ[VARIABLE] = json.dumps(settings)
         more = ["--middleware", SHADOW, *more]
     arguments = command(
         models.name,
@@ -313,9 +319,12 @@ def _serve_vllm(setup: Setup, config: ServerConfig, gamma: EngineGamma, more: li
 def _say_result(recipe: Recipe | None) -> None:
     """What its certificate says, once the models are known to be the recipe's."""
     if recipe is not None:
-        from selfjudge.report.certificate import describe_result
+        from selfjudge.report.certificate import describe_load, describe_result
 
-        typer.echo(f"{recipe.folder}: {describe_result(recipe.certificate)}", err=True)
+        one = len(recipe.loads) == 1
+        typer.echo(f"{recipe.folder}: {(describe_result if one else describe_load)(recipe.certificate)}", err=True)
+        if not one:
+            typer.echo(f"it also has rows for --load {', '.join(map(str, recipe.loads[1:]))}", err=True)
 
 
 def _check_recipe(recipe: Recipe, models: PairOptions) -> None:

@@ -183,6 +183,8 @@ def tune(
     """Find the fastest rule whose loss is certified on your own prompts; or say that exact is it.
 
     Example: selfjudge tune --tasks arithmetic --limit 200 --epsilon 0.1 --out tuned
+
+    Example: selfjudge tune --prompts mine.jsonl --load 1,8,64 --out tuned
     """
     RunFolder(out, done=RECIPE).claim(resume=resume)
     source = judge or models.shipped_judge
@@ -192,7 +194,7 @@ def tune(
     check_calibration(config, known)
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
 
-    from selfjudge.report.certificate import describe_baseline, describe_doubt, describe_result, describe_verdict
+    from selfjudge.report import certificate as said
     from selfjudge.tune.pipeline import tune_pair
 
     with Progress(resume="go on with --resume") as update:
@@ -202,14 +204,17 @@ def tune(
     if as_json:
         print_json({"recipe": recipe.content, "certificate": recipe.certificate})
         return
-    if doubtful := describe_doubt(recipe.certificate):
+    if doubtful := said.describe_doubt(recipe.certificate):
         warn(doubtful)
-    said = (describe_baseline, describe_result, describe_verdict)
-    for line in dict.fromkeys(describe(recipe.certificate) for describe in said):
+    describe = (said.describe_baseline, said.describe_result, said.describe_verdict)
+    lines = [one(recipe.certificate) for one in describe]
+    if len(recipe.loads) > 1:
+        lines = [lines[0], *map(said.describe_load, said.list_loads(recipe.certificate))]
+    for line in dict.fromkeys(lines):
         typer.echo(line)
     for row in recipe.certificate["candidates"]:
         if row["n_used"] and not row["refuted"]:
-            typer.echo(f"{row['rule']}: {row['why']}", err=True)
+            typer.echo(f"{row['rule']}, γ = {row['gamma']}: {row['why']}", err=True)
     typer.echo(f"type this next: selfjudge serve --recipe {out}")
     typer.echo(f"the certificate: {out / 'certificate.html'}")
 
@@ -243,7 +248,7 @@ def _vllm_flags(recipe: Any, folder: Path) -> str | None:
 
     if recipe["rule"] == "exact":
         return None
-    judge = str(folder / recipe["judge"]) if recipe["judge"] else None
+    judge = str(folder / recipe["judge"]) if RuleRequest(recipe["rule"]).needs_judge else None
     draft = None if recipe["pair"] == recipe["target"] else recipe["draft"]
     try:
         words = command(

@@ -239,8 +239,9 @@ class Setup:
     recipe: Recipe | None = None
 
     @classmethod
-    def of(cls, folder: Path | None, models: PairOptions, request: RuleRequest) -> Setup:
-        """The given models and rule; with the folder of a recipe, the recipe's. Then only models may be given too.
+    def of(cls, folder: Path | None, models: PairOptions, request: RuleRequest, load: int | None = None) -> Setup:
+        """The given models and rule; with the folder of a recipe, those of its row that fits `load` requests at a time,
+        or of its first. Then only models may be given too.
 
         Other models than the recipe's are refused by their checksums once they are loaded.
         """
@@ -248,7 +249,7 @@ class Setup:
             return cls(models, request)
         if request != OPEN_REQUEST:
             raise SelfJudgeError(RECIPE_IS_COMPLETE)
-        recipe = Recipe.load(folder)
+        recipe = Recipe.load(folder).at(load)
         if models.target is None and models.pair is None:
             models = replace(models, target=recipe.content["target"], draft=models.draft or recipe.draft)
             models.check()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from selfjudge.decoding.loop import find_statistics
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import generate, row_seed
 from selfjudge.engine.select import PairEngines, choose_kind
@@ -57,6 +58,10 @@ class Answerer(ABC):
     ) -> Answers:
         """The answers of all prompts; each has a seed, for rules that draw at random."""
 
+    def costs(self, prompts: Sequence[Prompt], most: int) -> list[float]:
+        """Seconds of a cycle of 0 … `most` drafts in which so many rows take part; none if that is not known."""
+        return []
+
 
 class TorchAnswerer(Answerer):
     """Answers with our own decoding loop."""
@@ -87,6 +92,13 @@ class TorchAnswerer(Answerer):
         # the last to end took part in all passes
         phases = {phase: max(answer.seconds[phase] for answer in answers) for phase in PHASES}
         return answers, {**phases, "total": total}
+
+    def costs(self, prompts: Sequence[Prompt], most: int) -> list[float]:
+        """By the table of costs, which γ = auto measures unless it is known."""
+        generate(self.pair, prompts, gamma="auto", max_new_tokens=8, batch=len(prompts), trace=False)
+        with PairEngines(self.pair).borrow() as engines:
+            table = find_statistics(engines).costs
+            return table.seconds(len(prompts), most) if table.cycles else []
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,18 @@ from selfjudge.report.demo import show_token
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import Sentences, fixed, points, show_count, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
-from selfjudge.report.tables import GAMMA, PER_PASS, Column, Table, escape, word_column
+from selfjudge.report.tables import GAMMA, PER_PASS, Column, Row, Table, escape, word_column
 from selfjudge.report.verdict import LOW_SCORE
 from selfjudge.store import fill_template
 
-SMALLEST_GAIN = {"tokens_per_second": 0.03, "mean_accepted_length": 0.05}
-"""A smaller gain is not worth an answer: `exact` is recommended. Tokens per pass, without times, must show more."""
+SMALLEST_GAIN = {"tokens_per_second": 0.03, "expected_tokens_per_second": 0.05, "mean_accepted_length": 0.05}
+"""A smaller gain is not worth an answer: `exact` is recommended. What was not timed must show more."""
+GAINS = {
+    "tokens_per_second": ("tokens/s", "speed × exact"),
+    "expected_tokens_per_second": ("tokens/s, as expected", "expected speed × exact"),
+    "mean_accepted_length": ("tokens per target pass", "m × exact"),
+}
+"""What a gain is of, by how speeds compare, in a sentence and as the head of a column."""
 COMMAND = "selfjudge serve --recipe ."
 UNITS = {
     "score": "points",
@@ -41,8 +47,9 @@ def _has_right_and_wrong(certificate: Mapping[str, Any]) -> bool:
 
 
 def _find_closest(certificate: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The fastest certified rule, which was not taken; None if none is certified and compared."""
-    compared = [row for row in certificate["candidates"] if row["refuted"] and row["speed_ci"] is not None]
+    """The fastest certified rule, which was not taken; None if none is certified and compared at this load."""
+    own = [row for row in certificate["candidates"] if row["speed_load"] == certificate["load"]]
+    compared = [row for row in own if row["refuted"] and row["speed_ci"] is not None]
     return max(compared, key=lambda row: row["speed_ci"][0], default=None)
 
 
@@ -53,6 +60,11 @@ def _has_certified(certificate: Mapping[str, Any]) -> bool:
 def plain_wins(certificate: Mapping[str, Any]) -> bool:
     """Whether nothing was faster than plain decoding: the recipe then makes no drafts."""
     return not certificate["certified"] and certificate["exact_over_plain"] == 1
+
+
+def list_loads(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The certificate as it is for each load."""
+    return [dict(certificate), *({**certificate, **row} for row in certificate["more_loads"])]
 
 
 def _is_single(certificate: Mapping[str, Any]) -> bool:
@@ -69,13 +81,14 @@ def _change(ratio: float) -> str:
 
 
 _describe = Sentences(
-    "certificate.txt", units=UNITS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN, trimmed=_trim, ratio=_change,
-    plain_wins=plain_wins, has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified,
+    "certificate.txt", units=UNITS, gains=GAINS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN, trimmed=_trim,
+    ratio=_change, plain_wins=plain_wins, has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified,
     is_single=_is_single, find_closest=_find_closest,
 )  # fmt: skip
 describe_baseline = partial(_describe, "baseline")  # how `exact` and plain decoding do
 describe_verdict = partial(_describe, "verdict")  # gain and loss, for a reader without statistics
 describe_result = partial(_describe, "result")  # the result, and why it has no speeds, if they were not reliable
+describe_load = partial(_describe, "by_load")  # the result for one load
 describe_claim = partial(_describe, "claim")  # what is claimed, and for which prompts
 describe_doubt = partial(_describe, "doubt")  # why it says little, where `exact` is hardly ever right; else empty
 
@@ -108,7 +121,6 @@ def list_other_commands(certificate: Mapping[str, Any]) -> list[tuple[str, str]]
 
 def _split_candidates(certificate: Mapping[str, Any]) -> tuple[Table, str]:
     """The rules that were tried with their outcomes, and a line that names the others."""
-    by_m = certificate["speed_measure"] != "tokens_per_second"
     best = "against exact at its own best γ, which may be 0"
     columns = (
         word_column("rule", "rule"),
@@ -120,7 +132,7 @@ def _split_candidates(certificate: Mapping[str, Any]) -> tuple[Table, str]:
         Column("gained", "gained", whole),
         PER_PASS,
         Column("tokens/s", "tokens_per_second", tenths),
-        Column("m × exact" if by_m else "speed × exact", "speed_ratio", fixed, "speed_ci", best),
+        Column(GAINS[certificate["speed_measure"]][1], "speed_ratio", fixed, "speed_ci", best),
     )
     tried = [row for row in certificate["candidates"] if row["n_used"]]
     others: dict[str, list[str]] = {}
@@ -129,6 +141,25 @@ def _split_candidates(certificate: Mapping[str, Any]) -> tuple[Table, str]:
             others.setdefault(row["why"].removeprefix("not tried: "), []).append(row["rule"])
     listed = "; ".join(f"{', '.join(rules)} ({why})" for why, rules in others.items())
     return Table("candidates", "Rules that were tried", columns, tuple(tried)), listed
+
+
+def _tabulate_loads(certificate: Mapping[str, Any]) -> Table | None:
+    """What is chosen for each load; None if there is one."""
+
+    def read_exact(name: str) -> Callable[[Row], float | None]:
+        return lambda row: (row.get("exact") or {}).get(name)
+
+    columns = (
+        Column("requests at a time", "load", whole),
+        word_column("rule", lambda row: row["rule"] if row["gamma"] else "plain decoding"),
+        GAMMA,
+        Column("change, points", "mean_difference", signed_points, "mean_difference_ci"),
+        Column("exact, tokens/s", read_exact("tokens_per_second"), tenths, help="at its own best γ"),
+        Column("plain, tokens/s", read_exact("plain_tokens_per_second"), tenths),
+        Column(GAINS[certificate["speed_measure"]][1], "speed_ratio", fixed, "speed_ci"),
+    )
+    rows = list_loads(certificate)
+    return Table("loads", "By load", columns, tuple(rows)) if len(rows) > 1 else None
 
 
 def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
@@ -155,6 +186,7 @@ def _contents(certificate: Mapping[str, Any]) -> dict[str, Any]:
         "others": list_other_commands(certificate),
         "notes": fill_template(ASSETS / "notes.txt", certificate=certificate, points=points).splitlines(),
         "facts": _facts(certificate),
+        "loads": _tabulate_loads(certificate),
         "table": table,
         "untried": untried,
     }

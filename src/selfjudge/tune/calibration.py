@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from selfjudge.tune.config import (
     CUDA_BATCH,
     FAMILIES,
     FILE_TOKENS,
+    LOADS,
     Families,
     RefusedRule,
     TuneConfig,
@@ -363,12 +364,17 @@ class TuneJob:
         """The families that share δ, as far as that is known before γ is chosen."""
         return self.families if self.config.gamma is None else self.split_by_gamma(self.config.gamma)[0]
 
-    def claim(self, families: Families) -> certify.Claim:
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Rows at a time for which a pair is chosen."""
+        return self.config.load or LOADS.get(self.answerer.device, LOADS["cpu"])
+
+    def claim(self, families: Collection[str]) -> certify.Claim:
         """The claim of every rule. Families have equal shares of the attempt's δ, so all certificates together are
         wrong with probability δ at most. A family's rules need no shares: each is tested at the family's level until
         one fails.
         """
-        return certify.Claim(self.config.epsilon, self.delta / len(families), len(self.groups))
+        return certify.Claim(self.config.epsilon, self.delta / max(1, len(families)), len(self.groups))
 
     def describe_outlook(self) -> str:
         """What so many prompts can certify, before any is decoded."""
@@ -389,6 +395,7 @@ class TuneJob:
             "tasks": config.evaluation.tasks,
             "prompts_sha256": hash_prompts([prompt for group in (*self.aside, *self.groups) for prompt in group]),
             **{name: getattr(config, name) for name in ("epsilon", "delta", "similar", "gamma", "times")},
+            "load": self.loads,
             "minutes": None if math.isinf(self.minutes) else self.minutes,
             "groups": pack([len(group) for group in (*self.aside, *self.groups)]),
             "families": self.families,

@@ -24,6 +24,8 @@ POWER = 0.9  # the share of runs that succeed with `estimate_needed_prompts`
 DISCORDANT = 0.05  # the assumed share of prompts whose score a rule changes
 ASIDE = 10  # one prompt of so many is set aside to choose γ with, at most a batch
 POINTS = 200  # points of the capital's course that a certificate keeps
+FEWEST_FOR_HOPE = 32  # observations before a rule is given up because it will hardly be certified
+HOPE = 2.0  # standard deviations by which what is seen may be worse than what is to come
 CAP = 0.9  # the most of the capital that a single prompt may cost
 _Z = 1.2816  # the normal quantile of POWER
 _ZETA = 1.2020570  # Σ 1/k³, rounded up
@@ -99,7 +101,7 @@ class Decision:
     refuted_at: int | None
     """The number of prompts after which E[D] > ε was refuted: then the claim is certified, whatever follows."""
     futile: bool
-    """Whether it is not certified and cannot be on the remaining prompts, even if none of them changed its score."""
+    """Whether it is not certified and will hardly be, so that the prompts are better spent on another rule."""
     log_capital: Floats
 
     @property
@@ -119,7 +121,21 @@ def decide(claim: Claim, differences: Sequence[float] | Floats) -> Decision:
     capital = compute_log_capital(claim, np.concatenate([np.asarray(differences, float), rest]))
     reached = np.flatnonzero(capital[:used] >= claim.goal)
     at = int(reached[0]) + 1 if len(reached) else None
-    return Decision(at, at is None and capital.max(initial=0.0) < claim.goal, capital[:used])
+    futile = capital.max(initial=0.0) < claim.goal or is_hopeless(claim, np.asarray(differences, float))
+    return Decision(at, at is None and futile, capital[:used])
+
+
+def is_hopeless(claim: Claim, differences: Floats) -> bool:
+    """Whether a bet is unlikely to be won by its end, even if what is seen so far is worse than usual.
+
+    By the normal approximation of `estimate_needed_prompts`.
+    """
+    if len(differences) < FEWEST_FOR_HOPE:
+        return False
+    variance = max(float(differences.var()), 1 / len(differences))
+    mean = float(differences.mean()) - HOPE * math.sqrt(variance / len(differences))
+    drift = math.sqrt(2 * claim.goal * claim.n / variance) * (claim.epsilon - mean)
+    return drift + HOPE * math.sqrt(2 * claim.goal) < 2 * claim.goal
 
 
 def can_certify(claim: Claim) -> bool:

@@ -32,7 +32,11 @@ _THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # thresholds of a judge without a quality
 Families = dict[str, tuple[str, ...]]  # the rules of each family as text, from strict to loose
 RefusedRule = tuple[str, str, str]
 """The family and text of a rule that does not work with the γ of a run, and why."""
-GAMMAS = {"cpu": (2, 3, 5), "cuda": (3, 5, 8)}  # draft lengths to measure, by device
+GAMMAS = {"cpu": (1, 2, 3, 5, 8), "cuda": (1, 2, 3, 5, 8, 12, 20, 32)}
+"""Draft lengths to choose from, by device."""
+LOADS = {"cpu": (1,), "cuda": (1, 8, 64)}
+"""Rows at a time that γ is chosen for, by device, if none are given."""
+MOST_LOADS = 8
 MEASURES = ("auto", "score", "same_answer", "overlap")
 CPU_BATCH, CUDA_BATCH = 8, 256  # default batch sizes by device
 FILE_TOKENS = 256  # maximum new tokens of an answer to a prompt of a file, as in `generate`
@@ -50,7 +54,12 @@ class TuneConfig:
     limit: int | None = setting(None, "Prompts to use, drawn by a hash; all if not given.", minimum=1)
     families: tuple[str, ...] = setting(FAMILIES, "Families of rules to try.", choices=FAMILIES)
     measure: str = setting("auto", "What must be kept; auto: the score, else overlap.", choices=MEASURES)
-    gamma: int | None = setting(None, "Draft tokens per cycle; measured if not given.", minimum=1, maximum=MAX_GAMMA)
+    gamma: int | None = setting(
+        None, "Draft tokens per cycle; else each rule's best at each load.", minimum=1, maximum=MAX_GAMMA
+    )
+    load: tuple[int, ...] = setting(
+        (), "Requests at a time, such as 1,8,64: a row of the recipe for each; 1, on CUDA 1,8,64.", minimum=1
+    )
     max_new_tokens: int | None = setting(None, "Maximum new tokens; the task's, for a file 256.", minimum=1)
     batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
     minutes: float | None = setting(None, "Time limit; on a CPU 12 if not given, else none.", above=0)
@@ -73,6 +82,8 @@ class TuneConfig:
             raise SelfJudgeError(f"`families` names no family; there are: {', '.join(FAMILIES)}")
         if len(set(self.families)) < len(self.families):
             raise SelfJudgeError("`families` names a family twice: give each once")
+        if len(set(self.load)) < len(self.load) or len(self.load) > MOST_LOADS:
+            raise SelfJudgeError(f"`load` takes up to {MOST_LOADS} different numbers, not {len(self.load)}")
         if self.sign is not None:
             read_private_key(self.sign)
         self.evaluation.check()

@@ -37,7 +37,7 @@ from selfjudge.tune.config import FREE, TuneConfig
 from selfjudge.tune.ledger import note_attempt
 from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, Recipe, make_recipe, seal_recipe
 from selfjudge.tune.signature import SIGNATURE, sign
-from selfjudge.tune.trials import DIGITS, RuleTrial, TuneResult, Tuning
+from selfjudge.tune.trials import DIGITS, LoadOutcome, RuleTrial, TuneResult, Tuning
 from selfjudge.tune.verify import CERTIFICATE, describe_overlap, pack, summarise
 from selfjudge.types import Notify, Warn, ignore
 
@@ -99,13 +99,13 @@ def tune_pair(
 
 def _write(job: TuneJob, folder: RunFolder, result: TuneResult, vllm_flags: Flags) -> Recipe:
     """Write judge, certificate and, last, the recipe."""
-    out, best = folder.path, result.best
+    out, chosen = folder.path, [outcome.best for outcome in result.outcomes if outcome.best is not None]
     certificate = make_certificate(job, result)
-    examples = choose_examples(job, best)
-    judge = None if best is None or job.plan(best.rule, best.gamma).judge is None else job.judge
-    if judge is not None:
-        judge.cpu().save_pretrained(out / JUDGE)
-    recipe = make_recipe(certificate, job.pair, JUDGE if judge is not None else None)
+    examples = choose_examples(job, result.outcomes[0].best)
+    judged = any(job.plan(trial.rule, trial.gamma).judge is not None for trial in chosen)
+    if judged and job.judge is not None:
+        job.judge.cpu().save_pretrained(out / JUDGE)
+    recipe = make_recipe(certificate, job.pair, JUDGE if judged else None)
     recipe["flags"]["vllm"] = vllm_flags(recipe, out)
     certificate["flags"] = recipe["flags"]
     write_text(out / "certificate.md", certificate_markdown(certificate))
@@ -129,12 +129,14 @@ def _drop_answers(folder: RunFolder, certificate: Mapping[str, Any]) -> None:
 
 def _wants_times(certificate: Mapping[str, Any]) -> bool:
     """Whether certified rules were not compared by their speed, which was not reliable."""
-    return bool(certificate.get("unreliable")) and any(row["refuted"] for row in certificate["candidates"])
+    doubtful = any(row.get("unreliable") for row in (certificate, *certificate["more_loads"]))
+    return doubtful and any(row["refuted"] for row in certificate["candidates"])
 
 
 def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
-    """The content of certificate.json."""
-    pair, config, settings, best = job.pair, job.config, job.settings(), result.best
+    """The content of certificate.json: what is chosen for the first load, and a row for each other one."""
+    pair, config, settings = job.pair, job.config, job.settings()
+    rows = [_describe_outcome(job, result, outcome) for outcome in result.outcomes]
     return {
         "format_version": FORMAT,
         "pair": pair.name,
@@ -143,16 +145,11 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
         "measure_words": WORDS[job.measure.name],
         "epsilon": config.epsilon,
         "delta": config.delta,
-        **(_describe_exact_choice(result) if best is None else _describe_choice(job, best)),
-        "exact": _describe_exact(job, result),
+        **rows[0],
+        "more_loads": rows[1:],
         "groups": pack(job.sizes),
         "attempt": 1 + len(job.earlier),
         "earlier_attempts": list(job.earlier),
-        "speed_measure": "mean_accepted_length" if result.timed is None else "tokens_per_second",
-        **result.compare_speed(best),
-        "exact_gamma": result.exact_gamma,
-        "exact_over_plain": result.exact_over_plain,
-        "unreliable": result.doubt,
         "families": list(result.families),
         "candidates": [_describe_trial(trial, result) for trial in result.trials],
         "speeds": list(result.speeds),
@@ -165,15 +162,30 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
         },
         **measured_on(),
         "stopped": any(trial.stopped for trial in result.trials)
-        or (best is not None and len(best.observations) < best.claim.n),
+        or any(o.best is not None and len(o.best.observations) < o.best.claim.n for o in result.outcomes),
     }
 
 
-def _describe_exact_choice(result: TuneResult) -> dict[str, Any]:
+def _describe_outcome(job: TuneJob, result: TuneResult, outcome: LoadOutcome) -> dict[str, Any]:
+    """What a certificate says of one load."""
+    best = outcome.best
+    return {
+        "load": outcome.load,
+        **(_describe_exact_choice(result, outcome) if best is None else _describe_choice(job, best)),
+        "exact": _describe_exact(job, result, outcome),
+        "speed_measure": outcome.speed_measure,
+        **outcome.describe_speed(best),
+        "exact_gamma": outcome.exact_gamma,
+        "exact_over_plain": outcome.exact_over_plain,
+        "unreliable": outcome.doubt,
+    }
+
+
+def _describe_exact_choice(result: TuneResult, outcome: LoadOutcome) -> dict[str, Any]:
     """What a certificate says if `exact` is taken."""
     return {
         **dict.fromkeys(("rule", "resolved"), "exact"),
-        "gamma": 0 if result.plain_wins else result.exact_gamma,
+        "gamma": 0 if outcome.plain_wins else outcome.exact_gamma,
         "certified": False,
         "n": max((len(trial.observations) for trial in result.trials), default=0),
         **summarise([], []),
@@ -197,14 +209,14 @@ def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
     }
 
 
-def _describe_exact(job: TuneJob, result: TuneResult) -> dict[str, Any]:
+def _describe_exact(job: TuneJob, result: TuneResult, outcome: LoadOutcome) -> dict[str, Any]:
     """How `exact` itself does: its mean score, in how many of its answers none was found where one is right, speeds."""
     rows = max((trial.exact for trial in result.trials), key=len, default=[])
     scores = [row["score"] for row in rows if job.measure.name == "score"]
     asked = [row for prompt, row in zip(job.prompts, rows, strict=False) if prompt.gold is not None]
     missed = [row for row in asked if row["answer"] is None]
     counts = bool(asked) and job.measure.name != "overlap"
-    rate, plain = result.baseline
+    rate, plain = outcome.baseline
     return {
         "n": len(rows),
         "score": float(np.mean(scores)) if scores else None,
@@ -226,19 +238,23 @@ def _measure_overlap(best: RuleTrial, delta: float) -> dict[str, Any]:
 
 
 def _describe_trial(trial: RuleTrial, result: TuneResult) -> dict[str, Any]:
-    timing = None if result.timed is None else result.timed.timings.get(trial.rule)
+    own = [outcome for outcome in result.outcomes if outcome.load in trial.loads]
+    fastest = max(own, key=lambda outcome: outcome.find_lower_end(trial), default=result.outcomes[0])
+    timing = None if fastest.timed is None else fastest.timed.timings.get(trial.rule)
     return {
         "rule": trial.rule,
         "family": trial.family,
         "gamma": trial.gamma,
+        "loads": list(trial.loads),
         "n_used": len(trial.differences),
         "refuted": trial.certified,
         "why": trial.why,
         "differences": pack(trial.differences),
         **summarise(trial.differences, trial.sizes),
         "mean_accepted_length": trial.mean_accepted_length,
+        "speed_load": fastest.load if own else None,
         "tokens_per_second": None if timing is None else timing.tokens_per_second,
-        **result.compare_speed(trial),
+        **fastest.describe_speed(trial),
         "needed_prompts": trial.needed,
     }
 

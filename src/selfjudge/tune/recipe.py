@@ -1,4 +1,4 @@
-"""The recipe: which rule at which γ for which pair, and its certificate. Loads no torch.
+"""The recipe: which rule at which γ for which pair and load, and its certificate. Loads no torch.
 
 recipe.json names the rule with all its numbers, and has the SHA-256 of every file beside it and of itself: who changes
 one of them is noticed. What the files say is computed once more (`verify`), so that figures that do not follow from the
@@ -8,24 +8,26 @@ found by the signature alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import read_json, sha256
 from selfjudge.store.artefacts import Certificate, RecipeFile
 from selfjudge.tune.signature import check_signature, describe_signature, find_key
-from selfjudge.tune.verify import CERTIFICATE, SHARED, check_bet, check_files, check_rule, hash_recipe
+from selfjudge.tune.verify import CERTIFICATE, ROW, SHARED, check_bet, check_files, check_rules, hash_recipe
 
 if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
 RECIPE, JUDGE = "recipe.json", "judge"
 PAGES = ("certificate.md", "certificate.html")
-FORMAT = 2  # version of recipe.json and certificate.json
+FORMAT = 3  # version of recipe.json and certificate.json
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class Recipe:
     def verify(self, key: Path | None = None) -> Iterator[str]:
         """What was checked, a line each; an error of one line where something does not hold."""
         yield check_files(self.folder, self.content, self.certificate)
-        judge = None if self.judge is None else JudgeConfig.from_pretrained(self.judge)
-        yield check_rule(self.folder, self.content, self.certificate, judge)
+        name = self.content["judge"]
+        judge = None if name is None else JudgeConfig.from_pretrained(self.folder / name)
+        yield check_rules(self.folder, self.content, self.certificate, judge)
         yield check_bet(self.folder, self.certificate, judge)
         if key is not None:
             yield check_signature(self.folder, self.content["digest"], key)
@@ -86,8 +89,25 @@ class Recipe:
     @property
     def judge(self) -> Path | None:
         """The folder of its judge, if its rule has one."""
-        name = self.content["judge"]
+        name = self.content["judge"] if RuleRequest(self.rule).needs_judge else None
         return None if name is None else self.folder / name
+
+    @property
+    def loads(self) -> list[int]:
+        """Requests at a time that it has a rule and γ for: first its own, then the others."""
+        return [row["load"] for row in (self.content, *self.content["more_loads"])]
+
+    def at(self, load: int | None) -> Recipe:
+        """The recipe for so many requests at a time, or the nearest number by ratio; None: its first."""
+        nearest = 0 if load is None else min(range(len(self.loads)), key=lambda i: abs(math.log(self.loads[i] / load)))
+        if not nearest:
+            return self
+        parts = []
+        for content in (self.content, self.certificate):
+            rows = [{name: content[name] for name in content["more_loads"][0]}, *content["more_loads"]]
+            own = rows.pop(nearest)
+            parts.append({**content, **own, "more_loads": rows})
+        return Recipe(self.folder, *parts)
 
     @property
     def draft(self) -> str | None:
@@ -126,7 +146,9 @@ def make_recipe(certificate: Mapping[str, Any], pair: Pair, judge: str | None) -
         "format_version": FORMAT,
         "target": pair.target_id,
         "draft": pair.draft_id,
+        "load": certificate["load"],
         **{name: certificate[name] for name in SHARED},
+        "more_loads": [{name: row[name] for name in ROW} for row in certificate["more_loads"]],
         "judge": judge,
     }
     return {**recipe, "flags": {"selfjudge": _describe_options(recipe), "vllm": None}}
@@ -145,6 +167,6 @@ def _describe_options(recipe: Mapping[str, Any]) -> str:
     """The options of our commands that do what --recipe does, in the recipe's folder."""
     own = recipe["pair"] == recipe["target"]
     models = f"--pair {recipe['pair']}" if own else f"--target {recipe['target']} --draft {recipe['draft']}"
-    judge = f" --judge {recipe['judge']}" if recipe["judge"] else ""
+    judge = f" --judge {recipe['judge']}" if RuleRequest(recipe["resolved"]).needs_judge else ""
     draft_dtype = f" --draft-dtype {recipe['draft_dtype']}" if recipe["draft_dtype"] else ""
     return f"{models} --rule {recipe['resolved']} --gamma {recipe['gamma']}{judge}{draft_dtype}"

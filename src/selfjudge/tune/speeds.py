@@ -1,8 +1,8 @@
-"""Speeds by turns: those that choose γ, on prompts set aside, and those of the certified rules against `exact`.
+"""Speeds: what is expected of rules at every γ, on prompts set aside, and those of certified rules against `exact`.
 
-To choose γ, plain decoding and `exact` are timed at every γ. A relaxed rule is timed at the largest: its speed at a
-smaller γ follows from how many of its drafts were accepted there, and from the seconds of a cycle of `exact` at both.
-No certificate rests on any of these figures.
+The first choose the pairs that are tested (`pairs.py`). Expected tokens/s are tokens per cycle, counted on answers,
+over the seconds of a cycle by the table of costs. The second are timed by turns. No certificate rests on any of these
+figures.
 """
 
 from __future__ import annotations
@@ -14,32 +14,146 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import Interval, compare_rates
 from selfjudge.evaluate.config import RuleRun
-from selfjudge.evaluate.execute import Answerer, Answers
+from selfjudge.evaluate.execute import Answerer
 from selfjudge.store.load import LoadWatch
 from selfjudge.tasks import Prompt, Row
+from selfjudge.tune.config import Families
+from selfjudge.tune.pairs import find_best, is_promising
 from selfjudge.types import Notify, Origin, ignore
 
 TIMED_TOKENS = {"cpu": 32, "cuda": 256}
-"""Tokens of an answer that is timed, by device: 32 of a fast one would time the prefill."""
-TURNS = 2
-"""Turns that choose γ: forwards and backwards, so that a machine that slows down slows down all of them."""
+"""Tokens of an answer that is counted or timed, by device: 32 of a fast one would time the prefill."""
+COUNTED_PROMPTS = 64
+"""The most prompts set aside that rules answer."""
+FEWEST_ROWS = 4
+"""Prompts of a turn at least, however few are answered at a time."""
 FEWEST_TURNS = 4
 """Turns of the rules that are compared. From fewer no interval is given."""
 
 
+def count_cycle_tokens(origins: Sequence[Origin]) -> list[int]:
+    """The tokens of each cycle of an answer, whose first token is the prompt's. A cycle ends with a token of the
+    target, the last one with the answer."""
+    ends = [place for place, origin in enumerate(origins) if origin == "target" or place == len(origins) - 1]
+    return np.diff(ends).tolist() if origins else []
+
+
+def looks_ahead(rule: AcceptanceRule) -> bool:
+    """Whether a rule decides on a draft by those after it, so that it decides otherwise in a longer block."""
+    return rule.price is not None or rule.matches_needed > 0
+
+
+def estimate_cycle_tokens(tokens: Sequence[int], gamma: int) -> float:
+    """Tokens per cycle of γ drafts, from those of cycles with as many or more: long ones become several."""
+    made = np.asarray(tokens, int)
+    return float(made.sum() / np.ceil(made / (gamma + 1)).sum()) if len(made) else 1.0
+
+
+@dataclass
+class PairSearch:
+    """Expected speeds of rules at every γ and load."""
+
+    answerer: Answerer
+    plan: Callable[[str, int], RuleRun]
+    """A rule's text and γ → its run; refused if the two do not fit."""
+    prompts: Sequence[Prompt]
+    gammas: Sequence[int]
+    """The γ to choose from, rising."""
+    costs: Mapping[int, Sequence[float]]
+    """Load → seconds of a cycle by drafts."""
+    tokens: int
+    """Maximum new tokens of an answer."""
+    notify: Notify = ignore
+    speeds: list[Row] = field(default_factory=list)
+    _tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+
+    def search(self, families: Families) -> list[Row]:
+        """Rows of plain decoding, `exact` and the rules: of each family from loose to strict, until one is too slow at
+        every load. Those that are stricter are slower still."""
+        self._add("plain", 0, 1.0)
+        for gamma in self.gammas:
+            self._add("exact", gamma, self._count_tokens("exact", gamma))
+        for number, rules in enumerate(families.values()):
+            start = {load: self._find_gamma("exact", load) for load in self.costs}
+            for rule in reversed(rules):
+                self.notify(f"counting drafts, {rule}", number / len(families))
+                if not self._search_rule(rule, start):
+                    break
+        return self.speeds
+
+    def _search_rule(self, rule: str, start: dict[int, int]) -> bool:
+        """Add a rule's rows and its best γ by load to `start`; False if it is promising at none.
+
+        A rule that looks ahead in its block decides otherwise in a longer one, so it answers at every γ that is looked
+        at: from `start` upwards while that is faster, else downwards. Of other rules one answer tells all.
+        """
+        try:
+            run = self.plan(rule, self.gammas[-1])
+        except SelfJudgeError:
+            return True  # what it cannot do at the largest γ it cannot do at all: it is refused later
+        fitting = [gamma for gamma in self.gammas if gamma > run.rule.matches_needed]
+        for load in self.costs:
+            if looks_ahead(run.rule):
+                self._climb(rule, load, fitting, start[load])
+            else:
+                for gamma in fitting:
+                    self._add(rule, gamma, self._count_tokens(rule, gamma))
+            start[load] = self._find_gamma(rule, load)
+        return any(is_promising(self.speeds, load, rule) for load in self.costs)
+
+    def _climb(self, rule: str, load: int, gammas: Sequence[int], start: int) -> None:
+        """Look at γ from `start` upwards while speed grows, and downwards if it did not."""
+
+        def look(place: int) -> float:
+            self._add(rule, gammas[place], self._count_tokens(rule, gammas[place]))
+            rows = (
+                row for row in self.speeds if (row["load"], row["rule"], row["gamma"]) == (load, rule, gammas[place])
+            )
+            return float(next(rows)["tokens_per_second"])
+
+        first = place = min(range(len(gammas)), key=lambda i: abs(gammas[i] - start))
+        rate = look(place)
+        for step, end in ((1, len(gammas) - 1), (-1, 0)):
+            while place != end and (step > 0 or place <= first) and (other := look(place + step)) > rate:
+                place, rate = place + step, other
+
+    def _find_gamma(self, rule: str, load: int) -> int:
+        best = find_best(self.speeds, load, (rule,))
+        return self.gammas[0] if best is None else int(best["gamma"])
+
+    def _count_tokens(self, rule: str, gamma: int) -> float:
+        """Tokens per cycle."""
+        run = self.plan(rule, gamma)
+        asked = gamma if looks_ahead(run.rule) else self.gammas[-1]
+        if (rule, asked) not in self._tokens:
+            run = self.plan(rule, asked)
+            answers, _ = self.answerer.answer(self.prompts, run.rule, asked, self.tokens, range(len(self.prompts)))
+            self._tokens[rule, asked] = [n for answer in answers for n in count_cycle_tokens(answer.origins)]
+        return estimate_cycle_tokens(self._tokens[rule, asked], gamma)
+
+    def _add(self, rule: str, gamma: int, tokens: float) -> None:
+        """Add the rows of a rule at one γ, unless they are there."""
+        if any((row["rule"], row["gamma"]) == (rule, gamma) for row in self.speeds):
+            return
+        for load, seconds in self.costs.items():
+            rate = load * tokens / seconds[gamma]
+            own = {"load": load, "rule": rule, "gamma": gamma, "mean_accepted_length": tokens}
+            self.speeds.append({**own, "tokens_per_second": rate})
+
+
 @dataclass(eq=False)
 class Timing:
-    """A rule at one γ: tokens and seconds of each turn, and how many drafts each cycle accepted."""
+    """A rule at one γ: tokens and seconds of each turn."""
 
     rule: str
     """The rule as text; plain decoding is `plain`."""
     run: RuleRun
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
 
     @property
     def gamma(self) -> int:
@@ -48,34 +162,6 @@ class Timing:
     @property
     def tokens_per_second(self) -> float:
         return sum(self.tokens) / sum(self.seconds)
-
-    def cycle_tokens(self, gamma: int) -> float:
-        """Tokens of a cycle with so many drafts, γ at most: the accepted ones, and the target's own."""
-        return 1 + float(np.minimum(self.accepted, gamma).mean()) if self.accepted else 1.0
-
-    @property
-    def cycle_seconds(self) -> float:
-        """Seconds of a cycle, but for a factor that is the same for all γ."""
-        return self.cycle_tokens(self.gamma) / self.tokens_per_second
-
-    def estimate(self, gamma: int, exact: Mapping[int, Timing]) -> float:
-        """Tokens/s at a smaller γ than the rule was timed at."""
-        tokens = self.cycle_tokens(gamma) / self.cycle_tokens(self.gamma)
-        seconds = exact[gamma].cycle_seconds / exact[self.gamma].cycle_seconds
-        return self.tokens_per_second * tokens / seconds
-
-    def row(self) -> Row:
-        return {"rule": self.rule, "gamma": self.gamma, "tokens_per_second": self.tokens_per_second}
-
-
-def count_accepted_drafts(origins: Sequence[Origin]) -> list[int]:
-    """The accepted drafts of each cycle of an answer. Its first token is the prompt's; a cycle cut off is left out."""
-    counts, drafts = [], 0
-    for origin in origins[1:]:
-        if origin == "target":
-            counts.append(drafts)
-        drafts = 0 if origin == "target" else drafts + 1
-    return counts
 
 
 @dataclass(frozen=True)
@@ -105,110 +191,67 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Clock:
-    """Times rules by turns."""
+    """Times rules by turns, so many rows at a time."""
 
     answerer: Answerer
     plan: Callable[[str, int], RuleRun]
-    """A rule's text and γ → its run; refused if the two do not fit."""
+    load: int
     max_new_tokens: int
     notify: Notify = ignore
 
-    def measure(self, prompts: Sequence[Prompt], rules: Sequence[str], gammas: Sequence[int]) -> tuple[list[Row], str]:
-        """Rows of plain decoding (if the answerer takes any γ), `exact` and these rules, and why they are not reliable.
-
-        With one γ there is none to choose, and no rule is timed.
-        """
-        exact = self._timings([("exact", gamma) for gamma in gammas])
-        relaxed = self._timings([(rule, max(gammas)) for rule in rules]) if len(gammas) > 1 else []
-        timings = [*self._plain(), *exact, *relaxed]
-        tokens = TIMED_TOKENS.get(self.answerer.device, TIMED_TOKENS["cpu"])
-        load = self._take_turns(timings, [prompts], TURNS, tokens)
-        rows = [timing.row() for timing in timings if timing not in relaxed]
-        by_gamma = {timing.gamma: timing for timing in exact}
-        for timing in relaxed:
-            smaller = [g for g in gammas if g < timing.gamma and self._timings([(timing.rule, g)])]
-            estimates = {gamma: timing.estimate(gamma, by_gamma) for gamma in smaller}
-            rows += [
-                {"rule": timing.rule, "gamma": gamma, "tokens_per_second": rate, "estimated": True}
-                for gamma, rate in estimates.items()
-            ]
-            rows.append(timing.row())
-        return rows, load.describe(timing.seconds for timing in timings)
-
     def compare(
-        self, batches: Sequence[Sequence[Prompt]], rules: Sequence[tuple[str, int]], tokens: int, deadline: float
+        self, prompts: Sequence[Prompt], rules: Sequence[tuple[str, int]], tokens: int, deadline: float
     ) -> Comparison:
-        """Time rules, of which the first is `exact`, and plain decoding: a batch a turn, answers of so many tokens.
+        """Time rules, of which the first is `exact`, and plain decoding: the same prompts for all in a turn, other ones
+        in the next, answers of so many tokens.
 
         The first is also the last of each turn: the same work, whose times must agree.
         """
-        (first, *others), (last,) = self._timings(rules), self._timings(rules[:1])
-        others = [*self._plain(), *others]
-        load = self._take_turns([first, *others, last], batches, FEWEST_TURNS, tokens, deadline)
+        first, *others = (Timing(rule, self.plan(rule, gamma)) for rule, gamma in rules)
+        last = Timing(first.rule, first.run)
+        if not self.answerer.one_gamma:
+            others = [Timing("plain", self.plan("exact", 0)), *others]
+        load = self._take_turns([first, *others, last], prompts, tokens, deadline)
         busy = load.describe(list(zip(first.seconds, last.seconds, strict=True)))
         first.tokens = [sum(turn) for turn in zip(first.tokens, last.tokens, strict=True)]
         first.seconds = [sum(turn) for turn in zip(first.seconds, last.seconds, strict=True)]
         return Comparison({timing.rule: timing for timing in (first, *others)}, busy)
 
-    def _plain(self) -> list[Timing]:
-        return [] if self.answerer.one_gamma else [Timing("plain", self.plan("exact", 0))]
-
-    def _timings(self, rules: Sequence[tuple[str, int]]) -> list[Timing]:
-        """Those of these rules that work with their γ."""
-        timings = []
-        for rule, gamma in rules:
-            try:
-                timings.append(Timing(rule, self.plan(rule, gamma)))
-            except SelfJudgeError:
-                continue
-        return timings
-
     def _take_turns(
-        self,
-        timings: Sequence[Timing],
-        batches: Sequence[Sequence[Prompt]],
-        turns: int,
-        tokens: int,
-        deadline: float = math.inf,
+        self, timings: Sequence[Timing], prompts: Sequence[Prompt], tokens: int, deadline: float
     ) -> LoadWatch:
-        """Let all answer the same batch in each turn, in every second turn backwards. None begins after the deadline.
+        """Let all answer the same prompts in each turn, in every second turn backwards. None begins after the deadline.
 
         Nothing is timed before it has warmed up: on CUDA each captures its graphs.
         """
+        size = max(self.load, FEWEST_ROWS)
+        parts = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)] or [prompts]
         cuda = self.answerer.device == "cuda"
+        if time.monotonic() >= deadline:
+            return LoadWatch()
         for timing in timings if cuda else timings[:1]:
-            self._answer(timing, batches[0], tokens if cuda else 8)
+            self._answer(timing, parts[0][: self.load], tokens if cuda else 8)
         load = LoadWatch()
-        for turn in range(turns):
+        for turn in range(FEWEST_TURNS):
             if time.monotonic() >= deadline:
                 break
             for number, timing in enumerate(timings[:: -1 if turn % 2 else 1]):
-                self.notify(f"comparing speeds, turn {turn + 1} of {turns}", (turn + number / len(timings)) / turns)
-                answers, seconds = self._answer(timing, batches[turn % len(batches)], tokens)
-                timing.tokens.append(sum(len(answer.tokens) for answer in answers))
-                timing.seconds.append(seconds["total"])
-                timing.accepted += [n for answer in answers for n in count_accepted_drafts(answer.origins)]
+                share = (turn + number / len(timings)) / FEWEST_TURNS
+                self.notify(f"comparing speeds, {self.load} at a time, turn {turn + 1} of {FEWEST_TURNS}", share)
+                made, seconds = self._answer(timing, parts[turn % len(parts)], tokens)
+                timing.tokens.append(made)
+                timing.seconds.append(seconds)
         return load
 
-    def _answer(self, timing: Timing, prompts: Sequence[Prompt], tokens: int) -> Answers:
-        rule, most = timing.run.rule, min(tokens, self.max_new_tokens)
-        return self.answerer.answer(prompts, rule, timing.gamma, most, range(len(prompts)))
-
-
-def choose_gamma(speeds: Sequence[Row], gamma: int) -> int:
-    """γ at which the relaxed rules are fastest on the whole.
-
-    Each rule's speed counts relative to its best. A rule that does not work with every γ has no say, unless all are
-    such. `gamma` is the result if nothing was measured.
-    """
-    by_rule: dict[str, dict[int, float]] = {}
-    for row in speeds:
-        by_rule.setdefault(row["rule"], {})[row["gamma"]] = row["tokens_per_second"]
-    by_rule.pop("plain", None)
-    exact = by_rule.pop("exact", {})
-    if not exact:
-        return gamma
-    relaxed = list(by_rule.values())
-    counted = [rates for rates in relaxed if rates.keys() >= exact.keys()] or relaxed
-    shares = {g: float(np.mean([by.get(g, 0.0) / max(by.values()) for by in counted] or [0])) for g in exact}
-    return max(shares, key=lambda g: shares[g])
+    def _answer(self, timing: Timing, prompts: Sequence[Prompt], tokens: int) -> tuple[int, float]:
+        """The tokens of the answers, `load` prompts at a time, and their seconds. Few prompts are repeated."""
+        asked = [*prompts] * math.ceil(self.load / len(prompts))
+        made, spent = 0, 0.0
+        for start in range(0, len(asked) - self.load + 1, self.load):
+            part = asked[start : start + self.load]
+            answers, seconds = self.answerer.answer(
+                part, timing.run.rule, timing.gamma, min(tokens, self.max_new_tokens), range(len(part))
+            )
+            made += sum(len(answer.tokens) for answer in answers)
+            spent += seconds["total"]
+        return made, spent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfjudge.decoding.text import row_seed
@@ -20,19 +20,29 @@ from selfjudge.tune import certify
 from selfjudge.tune.calibration import CalibrationPrompt, TuneJob, remark
 from selfjudge.tune.certify import Claim, Decision, Floats
 from selfjudge.tune.config import GAMMAS, Families, RefusedRule
-from selfjudge.tune.speeds import FEWEST_TURNS, TIMED_TOKENS, Clock, Comparison, choose_gamma
+from selfjudge.tune.pairs import BASELINES, Pairs, find_best, plan_pairs
+from selfjudge.tune.speeds import (
+    COUNTED_PROMPTS,
+    FEWEST_ROWS,
+    FEWEST_TURNS,
+    TIMED_TOKENS,
+    Clock,
+    Comparison,
+    PairSearch,
+)
 from selfjudge.types import Generation, Notify, Warn, default_gamma
 
 DIGITS = 4  # digits of D; a certificate holds it as it was bet on
 COMPARED = 2
 """Certified rules that are timed against `exact`: those with most tokens per target pass."""
 RESERVED = 0.25  # share of the time that is kept for it
+SLOW = "it is not expected to be faster than exact or plain decoding at any load"
 Speed = tuple[float, Interval]  # a ratio of speeds and its interval
 
 
 @dataclass
 class RuleTrial:
-    """A rule and its claim, tested on the first batches of the calibration prompts."""
+    """A rule at one γ and its claim, tested on the first batches of the calibration prompts."""
 
     family: str
     name: str
@@ -40,10 +50,12 @@ class RuleTrial:
     rule: str
     gamma: int
     claim: Claim
+    loads: Sequence[int] = ()
+    """Loads at which γ is the rule's best one."""
     sizes: Sequence[int] = ()
     """Prompts of each group."""
     refused: str = ""
-    """Why the rule cannot be tried at this γ."""
+    """Why the rule is not tried."""
     samples: list[Row] = field(default_factory=list)
     exact: list[Row] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)
@@ -95,30 +107,35 @@ class RuleTrial:
 
 
 @dataclass(frozen=True)
-class TuneResult:
-    """All trials, and the one that is chosen; None is `exact`."""
+class LoadOutcome:
+    """The choice for one load: a certified pair, or `exact` or plain decoding (`best` is None)."""
 
-    trials: list[RuleTrial]
+    load: int
     best: RuleTrial | None
-    gamma: int
+    exact_gamma: int
+    """γ at which `exact` was expected to be the fastest."""
     speeds: Sequence[Row]
-    """Speeds that chose γ."""
-    families: Sequence[str]
-    """Families that shared δ."""
+    """What was expected at every γ and load; empty if γ was given."""
+    decoded_gamma: int
+    """γ of the answers of `exact` that trials were compared with."""
     comparison: Comparison | None = None
-    """Speeds of certified rules."""
-    busy: str = ""
-    """Why γ was not chosen by speeds."""
+    """Measured speeds of certified rules, `exact` and plain decoding."""
 
     @property
     def doubt(self) -> str:
         """Why speeds are not reliable; empty where they are, or where none were measured."""
-        return self.busy if self.comparison is None else self.comparison.doubt
+        return "" if self.comparison is None else self.comparison.doubt
 
     @property
     def timed(self) -> Comparison | None:
-        """The comparison, if its speeds are reliable. Else rules compare by tokens per target pass."""
+        """The comparison, if its speeds are reliable. Else speeds are expected ones."""
         return None if self.doubt else self.comparison
+
+    @property
+    def speed_measure(self) -> str:
+        if self.timed is not None:
+            return "tokens_per_second"
+        return "expected_tokens_per_second" if self.speeds else "mean_accepted_length"
 
     @property
     def plain_wins(self) -> bool:
@@ -126,155 +143,175 @@ class TuneResult:
         return self.best is None and self.exact_over_plain == 1
 
     @property
-    def exact_gamma(self) -> int:
-        """γ at which `exact` was fastest; that of the others if nothing was measured."""
-        return find_exact_gamma(self.speeds, self.gamma)
-
-    @property
     def exact_over_plain(self) -> float | None:
         """The speed of `exact` at its best γ over plain decoding, at least 1; None if that is not known."""
         exact, plain = self.baseline
+        if exact is None and self.speeds:
+            rows = [find_best(self.speeds, self.load, (name,)) or {} for name in BASELINES]
+            exact, plain = (row.get("tokens_per_second") for row in rows)
         return max(exact / plain, 1.0) if plain and exact else None
 
     @property
     def baseline(self) -> tuple[float | None, float | None]:
-        """Tokens/s of `exact` at its best γ and of plain decoding; None where they are not known, or not reliable."""
-        if self.comparison is not None:
-            rates = {rule: timing.tokens_per_second for rule, timing in self.comparison.timings.items()}
-        else:
-            gammas = ("exact", self.exact_gamma), ("plain", 0)
-            rows = (row for row in self.speeds if (row["rule"], row["gamma"]) in gammas)
-            rates = {row["rule"]: row["tokens_per_second"] for row in rows}
-        return (None, None) if self.doubt else (rates.get("exact"), rates.get("plain"))
+        """Measured tokens/s of `exact` at its best γ and of plain decoding; None where they are not reliable."""
+        if self.timed is None:
+            return None, None
+        rates = {rule: timing.tokens_per_second for rule, timing in self.timed.timings.items()}
+        return rates.get("exact"), rates.get("plain")
 
-    def compare_speed(self, trial: RuleTrial | None) -> dict[str, Any]:
-        """A rule's speed over that of `exact` at its own best γ, or else its m over that of `exact`; its interval."""
-        speed: Speed | None = None
-        if trial is not None:
-            speed = trial.length_ratio if self.timed is None else self.timed.compare(trial.rule)
+    def compare(self, trial: RuleTrial) -> Speed | None:
+        """A rule's speed over that of `exact` or plain decoding, the faster one; measured, or else as its m tells."""
+        if self.timed is not None:
+            return self.timed.compare(trial.rule)
+        if (ratio := trial.length_ratio) is None:
+            return None
+        factor = self._weigh(trial.gamma)
+        return factor * ratio[0], (factor * ratio[1][0], factor * ratio[1][1])
+
+    def _weigh(self, gamma: int) -> float:
+        """What turns a ratio of m over `exact`, as it was decoded, into one of expected speeds over the best."""
+        exact = {row["gamma"]: row for row in self.speeds if (row["load"], row["rule"]) == (self.load, "exact")}
+        best = find_best(self.speeds, self.load, BASELINES)
+        if best is None or not {gamma, self.decoded_gamma} <= exact.keys():
+            return 1.0
+        cycles = exact[gamma]["tokens_per_second"] / exact[gamma]["mean_accepted_length"]
+        return float(exact[self.decoded_gamma]["mean_accepted_length"] * cycles / best["tokens_per_second"])
+
+    def pays(self, trial: RuleTrial) -> bool:
+        """Whether a certified rule is surely faster, and by enough to be worth an answer that it may lose."""
+        speed = self.compare(trial)
+        smallest = SMALLEST_GAIN[self.speed_measure]
+        return trial.certified and speed is not None and speed[1][0] > 1 and speed[0] >= 1 + smallest
+
+    def find_lower_end(self, trial: RuleTrial) -> float:
+        """The lower end of a rule's speed."""
+        speed = self.compare(trial)
+        return 0.0 if speed is None else speed[1][0]
+
+    def describe_speed(self, trial: RuleTrial | None) -> dict[str, Any]:
+        """`compare` as a certificate has it."""
+        speed = None if trial is None else self.compare(trial)
         return {"speed_ratio": speed and speed[0], "speed_ci": speed and list(speed[1])}
 
 
-def find_exact_gamma(speeds: Sequence[Row], gamma: int) -> int:
-    """γ at which `exact` was fastest; `gamma` if nothing was measured."""
-    exact = [row for row in speeds if row["rule"] == "exact"]
-    return int(max(exact, key=lambda row: row["tokens_per_second"])["gamma"]) if exact else gamma
+@dataclass(frozen=True)
+class TuneResult:
+    """All trials, and the choice for each load."""
 
-
-def _find_lower_end(trial: RuleTrial, timed: Comparison | None = None) -> float:
-    """The lower end of a rule's speed over that of `exact`, if it was timed, or else of its m."""
-    speed = trial.length_ratio if timed is None else timed.compare(trial.rule)
-    return 0.0 if speed is None else speed[1][0]
-
-
-def _pays(trial: RuleTrial, timed: Comparison | None) -> bool:
-    """Whether a certified rule is surely faster than `exact`, and by enough to be worth an answer that it may lose."""
-    speed = trial.length_ratio if timed is None else timed.compare(trial.rule)
-    smallest = SMALLEST_GAIN["mean_accepted_length" if timed is None else "tokens_per_second"]
-    return trial.certified and speed is not None and speed[1][0] > 1 and speed[0] >= 1 + smallest
+    trials: list[RuleTrial]
+    outcomes: list[LoadOutcome]
+    speeds: Sequence[Row]
+    """Expected speeds, which chose γ."""
+    families: Sequence[str]
+    """Families that shared δ."""
 
 
 class Tuning:
-    """A run in its folder: γ is chosen, families are tested, the fastest certified rule is taken.
+    """A run in its folder: pairs of rule and γ are chosen, families are tested, the fastest certified pair is taken.
 
-    Every batch of every rule is a sealed part of the folder.
+    Every batch of every pair is a sealed part of the folder.
     """
 
     def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, warn: Warn) -> None:
         self.job, self.folder, self.notify, self.warn = job, folder, notify, warn
-        self.clock = Clock(job.answerer, job.plan, job.max_new_tokens, notify)
         self.begun = time.monotonic()
         self.deadline = self.begun + 60 * job.minutes  # after it no batch is begun
         self.tested_until = self.begun + 60 * job.minutes * (1 - RESERVED if job.config.times else 1)
+        self.gamma = job.config.gamma or default_gamma(job.answerer.device)
+        """γ of all rules where none is chosen; of `exact`, which trials are compared with, after the choice its own."""
 
     def run(self) -> TuneResult:
-        job, config = self.job, self.job.config
-        speeds: list[Row] = []
-        busy = ""
-        if config.times:
-            self.notify("measuring speeds", 0.0)
-            speeds, busy = self._measure_speeds(job.possible_families)
-        gamma = choose_gamma(speeds, config.gamma or default_gamma(job.answerer.device))
-        if busy:
-            self.warn(f"{busy}; γ = {gamma}{'' if config.gamma else ', by default'}")
-        families, refused = job.split_by_gamma(gamma)
-        claim = job.claim(families)
-        self._warn_of_families(families, gamma, refused)
-        self._warn_if_late(speeds, gamma, claim)
-        trials = self._test_families(families, gamma, claim)
-        comparison = self._compare_speeds(trials, speeds) if config.times else None
-        best = self._choose_fastest(trials, None if comparison is None or comparison.doubt else comparison)
-        trials += [RuleTrial(family, "", rule, gamma, claim, refused=why) for family, rule, why in refused]
-        return TuneResult(trials, best, gamma, speeds, list(families), comparison, busy)
+        job = self.job
+        speeds = self._find_speeds()
+        families, refused = (job.families, []) if speeds else job.split_by_gamma(self.gamma)
+        self._warn_of_families(families, refused)
+        pairs = plan_pairs(families, speeds, job.loads, self.gamma)
+        if speeds and (best := find_best(speeds, job.loads[0], ("exact",))) is not None:
+            self.gamma = int(best["gamma"])
+        claim = job.claim(pairs)
+        self._warn_if_late(speeds, claim)
+        trials = self._test_families(pairs, claim)
+        left = len(job.loads)
+        outcomes = [self._choose(load, trials, speeds, left - done) for done, load in enumerate(job.loads)]
+        trials += self._list_untried(families, pairs, refused, claim)
+        return TuneResult(trials, outcomes, speeds, list(pairs))
 
-    def _warn_of_families(self, families: Families, gamma: int, refused: Sequence[RefusedRule]) -> None:
-        """Say which families have no share of δ: γ was chosen on prompts set aside, so that the others may take it."""
+    def _list_untried(
+        self, families: Families, pairs: Pairs, refused: Sequence[RefusedRule], claim: Claim
+    ) -> list[RuleTrial]:
+        """The rules that do not work with γ, and those that are not expected to gain."""
+        planned = {pair.rule for own in pairs.values() for pair in own}
+        slow = [(name, rule, SLOW) for name, rules in families.items() for rule in rules if rule not in planned]
+        return [RuleTrial(family, "", rule, self.gamma, claim, refused=why) for family, rule, why in (*refused, *slow)]
+
+    def _warn_of_families(self, families: Families, refused: Sequence[RefusedRule]) -> None:
+        """Say which families have no share of δ: γ does not rest on prompts that test, so the others may take it."""
         for name, reason in {family: why for family, _, why in refused if family not in families}.items():
-            self.warn(f"γ = {gamma}: rules of the family {name} are not tested ({reason})")
+            self.warn(f"γ = {self.gamma}: rules of the family {name} are not tested ({reason})")
 
-    def _warn_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
+    def _warn_if_late(self, speeds: Sequence[Row], claim: Claim) -> None:
         """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
         left, fewest = self.tested_until - time.monotonic(), certify.find_fewest_prompts(claim.epsilon, claim.delta)
-        rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == ("exact", gamma)]
-        if rates and (affordable := left * rates[0] / (2 * self.job.max_new_tokens)) < fewest:
+        best = find_best(speeds, max(self.job.loads), ("exact",))
+        if best and (affordable := left * best["tokens_per_second"] / (2 * self.job.max_new_tokens)) < fewest:
             self.warn(remark("late", self.job, affordable, fewest))
 
-    def _test_families(self, families: Families, gamma: int, claim: Claim) -> list[RuleTrial]:
-        """All families by turns, a rule of each: when the time is up, all have got about as far.
+    def _test_families(self, pairs: Pairs, claim: Claim) -> list[RuleTrial]:
+        """All families by turns, a pair of each: when the time is up, all have got about as far.
 
         In a family none is tried after one that is not certified.
         """
         by_family = {
             name: [
-                RuleTrial(name, f"{name}-{number}", rule, gamma, claim, self.job.sizes)
-                for number, rule in enumerate(rules)
+                RuleTrial(name, f"{name}-{number}", pair.rule, pair.gamma, claim, pair.loads, self.job.sizes)
+                for number, pair in enumerate(own)
             ]
-            for name, rules in families.items()
+            for name, own in pairs.items()
         }
         done, total = 0, sum(map(len, by_family.values()))
-        for turn in range(max(map(len, by_family.values()))):
+        for turn in range(max(map(len, by_family.values()), default=0)):
             for trials in by_family.values():
                 if turn < len(trials) and all(trial.certified for trial in trials[:turn]):
                     self._test(trials[turn], done, total)
                 done += turn < len(trials)
         return [trial for trials in by_family.values() for trial in trials]
 
-    def _compare_speeds(self, trials: Sequence[RuleTrial], speeds: Sequence[Row]) -> Comparison | None:
-        """Certified rules against `exact` and plain decoding, by turns; None if no rule is certified.
+    def _choose(self, load: int, trials: Sequence[RuleTrial], speeds: Sequence[Row], left: int) -> LoadOutcome:
+        """The certified pair that is most surely faster than `exact` and plain decoding at this load, on all prompts.
 
-        Answers are as long as the time allows.
+        It is chosen by the lower end of its interval. Times of `left` loads are to be measured, this one among them.
         """
-        job = self.job
-        chosen = sorted((t for t in trials if t.certified), key=_find_lower_end, reverse=True)[:COMPARED]
-        if not chosen:
-            return None
-        self.notify("comparing speeds", 0.0)
-        prompts = [prompt.prompt for prompt in job.prompts]
-        size = min(job.batch, len(prompts))
-        batches = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-        exact_gamma = find_exact_gamma(speeds, chosen[0].gamma)
-        rules = [("exact", exact_gamma), *((trial.rule, trial.gamma) for trial in chosen)]
-        rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == rules[0]]
-        tokens = TIMED_TOKENS.get(job.answerer.device, TIMED_TOKENS["cpu"])
-        if rates:
-            affordable = rates[0] * (self.deadline - time.monotonic()) / (FEWEST_TURNS * (len(rules) + 2) * size)
-            tokens = int(max(TIMED_TOKENS["cpu"], min(affordable, TIMED_TOKENS["cuda"])))
-        return self.clock.compare(batches, rules, tokens, self.deadline)
-
-    def _choose_fastest(self, trials: Sequence[RuleTrial], timed: Comparison | None) -> RuleTrial | None:
-        """The certified rule that is most surely faster than `exact`, on all prompts; None if none pays.
-
-        It is chosen by the lower end of its interval: that of its speed over `exact` at its own best γ, or of its m
-        where no reliable speed was `timed`.
-        """
-        while paying := [trial for trial in trials if _pays(trial, timed)]:
-            best = max(paying, key=lambda trial: _find_lower_end(trial, timed))
+        exact = find_best(speeds, load, ("exact",))
+        gamma = self.gamma if exact is None else int(exact["gamma"])
+        outcome = LoadOutcome(load, None, gamma, speeds, self.gamma)
+        fitting = [trial for trial in trials if trial.certified and load in trial.loads]
+        if self.job.config.times:
+            chosen = sorted(fitting, key=outcome.find_lower_end, reverse=True)[:COMPARED]
+            outcome = replace(outcome, comparison=self._compare_speeds(load, gamma, chosen, speeds, left))
+        while paying := [trial for trial in fitting if outcome.pays(trial)]:
+            best = max(paying, key=outcome.find_lower_end)
             if len(best.differences) == len(self.job.prompts) or time.monotonic() >= self.deadline:
-                return best
+                return replace(outcome, best=best)
             self.notify(f"{best.rule} on all prompts", 0.0)
             while self._decode_next(best, self.deadline):
                 pass
-        return None
+        return outcome
+
+    def _compare_speeds(
+        self, load: int, gamma: int, chosen: Sequence[RuleTrial], speeds: Sequence[Row], left: int
+    ) -> Comparison:
+        """Certified pairs against `exact` and plain decoding, by turns. Answers are as long as the time allows."""
+        job, now = self.job, time.monotonic()
+        self.notify("comparing speeds", 0.0)
+        rules = [("exact", gamma), *((trial.rule, trial.gamma) for trial in chosen)]
+        deadline = now + (self.deadline - now) / left
+        tokens = TIMED_TOKENS.get(job.answerer.device, TIMED_TOKENS["cpu"])
+        if (best := find_best(speeds, load, ("exact",))) is not None:
+            answers = FEWEST_TURNS * (len(rules) + 2) * max(load, FEWEST_ROWS)
+            affordable = best["tokens_per_second"] * (deadline - now) / answers
+            tokens = int(max(TIMED_TOKENS["cpu"], min(affordable, TIMED_TOKENS["cuda"])))
+        clock = Clock(job.answerer, job.plan, load, job.max_new_tokens, self.notify)
+        return clock.compare([prompt.prompt for prompt in job.prompts], rules, tokens, deadline)
 
     def _report(self, stage: str, tested: float) -> None:
         """The share of the rules or of the time, whichever is larger: the run ends with either."""
@@ -298,7 +335,7 @@ class Tuning:
         prompts = job.prompts[number * job.batch : (number + 1) * job.batch]
         if not prompts or time.monotonic() >= deadline:
             return False
-        exact = self._decode("exact", job.plan("exact", trial.gamma), number, prompts)
+        exact = self._decode("exact", job.plan("exact", self.gamma), number, prompts)
         samples = self._decode(trial.name, job.plan(trial.rule, trial.gamma), number, prompts, exact)
         for prompt, other, sample in zip(prompts, exact, samples, strict=True):
             trial.differences.append(round(job.measure.compare(prompt, other, sample), DIGITS))
@@ -338,18 +375,24 @@ class Tuning:
         scores |= dict(zip(others, scored, strict=True))
         return [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)]
 
-    def _measure_speeds(self, families: Families) -> tuple[list[Row], str]:
-        """Tokens/s on the prompts set aside (`speeds.Clock`), of the middle rule of each family among others.
+    def _find_speeds(self) -> list[Row]:
+        """Expected speeds of all rules at every γ and load (`speeds.PairSearch`), on the prompts set aside.
 
-        None, and why, if they are not reliable. If another γ takes another engine there is one γ.
+        None if γ is given or cannot be chosen: times are not wanted, or another γ takes another start of the engine.
         """
-        answerer = self.job.answerer
-        gamma = self.job.config.gamma or (default_gamma(answerer.device) if answerer.one_gamma else None)
-        if (seal := self.folder.sealed("speed", str(gamma), SpeedSeal)) is not None:
-            return list(seal["speeds"]), seal.get("busy", "")
-        gammas = (gamma,) if gamma else GAMMAS.get(answerer.device, GAMMAS["cuda"])
-        prompts = [group[0].prompt for group in self.job.aside]
-        middle = [rules[len(rules) // 2] for rules in families.values()]
-        rows, busy = self.clock.measure(prompts, middle, gammas)
-        seal = self.folder.seal("speed", [], str(gamma), speeds=[] if busy else rows, busy=busy)
-        return seal["speeds"], busy
+        job, answerer = self.job, self.job.answerer
+        if not job.config.times or job.config.gamma or answerer.one_gamma:
+            return []
+        if (seal := self.folder.sealed("speed", str(job.loads), SpeedSeal)) is not None:
+            return list(seal["speeds"])
+        self.notify("measuring what a cycle costs", 0.0)
+        prompts = [group[0].prompt for group in job.aside][:COUNTED_PROMPTS]
+        gammas = GAMMAS.get(answerer.device, GAMMAS["cuda"])
+        costs = {
+            load: answerer.costs((prompts * math.ceil(load / len(prompts)))[:load], max(gammas)) for load in job.loads
+        }
+        tokens = min(TIMED_TOKENS.get(answerer.device, TIMED_TOKENS["cpu"]), job.max_new_tokens)
+        search = PairSearch(answerer, job.plan, prompts, gammas, costs, tokens, self.notify)
+        speeds = search.search(job.families) if all(costs.values()) else []
+        self.folder.seal("speed", [], str(job.loads), speeds=speeds)
+        return speeds

@@ -16,9 +16,11 @@ from typing import Any
 from selfjudge.decoding.rule_parser import RuleRequest, rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.report.certificate import list_loads
 from selfjudge.store import sha256
 from selfjudge.tune.certify import Claim, average_groups, decide, describe_evidence, find_upper_bound, share_delta
 from selfjudge.tune.config import FAMILIES, list_families, split_by_gamma
+from selfjudge.tune.pairs import Pairs, plan_pairs
 
 CERTIFICATE = "certificate.json"
 SHARED = (
@@ -26,6 +28,8 @@ SHARED = (
     *("engine", "dtype", "draft_dtype"),
 )
 """What recipe and certificate both say."""
+ROW = ("load", "rule", "resolved", "gamma")
+"""What both say of each load."""
 JUDGE_FILES = ("config.json", "model.safetensors")
 MOST = 200_000  # packed numbers, and prompts
 _SMALLEST = 1e-100  # δ; shares of a smaller one are no numbers any more
@@ -76,47 +80,68 @@ def check_files(folder: Path, recipe: Mapping[str, Any], certificate: Mapping[st
     return f"{len(recipe['files'])} files as written, digest {recipe['digest'][:12]}"
 
 
-def check_rule(
+def check_rules(
     folder: Path, recipe: Mapping[str, Any], certificate: Mapping[str, Any], judge: JudgeConfig | None
 ) -> str:
-    """The rule is the one whose numbers the recipe states, and a relaxed one is certified."""
-    if certificate["certified"] != (recipe["rule"] != "exact"):
-        raise SelfJudgeError(f"{folder}: the rule {recipe['rule']} is not certified by its certificate")
-    request = RuleRequest(recipe["rule"], gamma=recipe["gamma"])
-    if request.needs_judge != bool(recipe["judge"]):
+    """The rule for each load is the one whose numbers the recipe states, and a relaxed one is certified."""
+    rows = list_loads(certificate)
+    if [{name: row[name] for name in ROW} for row in rows[1:]] != recipe["more_loads"]:
+        raise SelfJudgeError(f"{folder}: the certificate is of another more_loads: it does not belong to the recipe")
+    if len({row["load"] for row in rows}) < len(rows) or recipe["load"] != certificate["load"]:
+        raise SelfJudgeError(f"{folder}: recipe and certificate are not of the same loads, each once")
+    requests = [RuleRequest(row["rule"], gamma=row["gamma"]) for row in rows]
+    if any(request.needs_judge for request in requests) != bool(recipe["judge"]):
         raise SelfJudgeError(f"{folder}: the judge of the rule {recipe['rule']} is missing, or not used by it")
-    if (resolved := rule_text(request.resolve((), judge))) != recipe["resolved"]:
-        raise SelfJudgeError(f"{folder}: {recipe['rule']} is {resolved}, not {recipe['resolved']} as it was certified")
-    return f"rule {resolved}, γ = {recipe['gamma']}"
+    for row, request in zip(rows, requests, strict=True):
+        if row["certified"] != (row["rule"] != "exact"):
+            raise SelfJudgeError(f"{folder}: the rule {row['rule']} is not certified by its certificate")
+        if (resolved := rule_text(request.resolve((), judge))) != row["resolved"]:
+            raise SelfJudgeError(f"{folder}: {row['rule']} is {resolved}, not {row['resolved']} as it was certified")
+    return "; ".join(f"rule {row['resolved']}, γ = {row['gamma']}, load {row['load']}" for row in rows)
 
 
 def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> str:
     """The bets, computed from the differences of every prompt, end as the certificate says; `judge` is the recipe's."""
     epsilon, delta, families = certificate["epsilon"], certificate["delta"], len(set(certificate["families"]))
     sizes = _read_sizes(certificate["groups"])
-    if not (_CLOSE**2 < epsilon < 1 - _CLOSE**2 and _SMALLEST < delta < 1 and families and sizes):
+    shared = families or not any(row["n_used"] for row in certificate["candidates"])
+    if not (_CLOSE**2 < epsilon < 1 - _CLOSE**2 and _SMALLEST < delta < 1 and shared and sizes):
         raise SelfJudgeError(f"{folder}: the certificate has no ε, δ, families or prompts to bet with")
     attempt = certificate["attempt"]
     if attempt != 1 + len(certificate["earlier_attempts"]):
         raise SelfJudgeError(f"{folder}: attempt {attempt} does not follow from the earlier ones")
-    claim = Claim(epsilon, share_delta(delta, attempt) / families, len(sizes))
+    claim = Claim(epsilon, share_delta(delta, attempt) / max(1, families), len(sizes))
     certified = [_check_candidate(folder, row, claim, sizes) for row in certificate["candidates"]]
     _check_sequence(folder, certificate["candidates"], certificate["families"])
-    _check_names(folder, certificate["candidates"], certificate["families"], judge)
-    if not certificate["certified"]:
-        return f"exact loses nothing; {len(certified)} bets on other rules computed again"
-    chosen = [
-        differences
+    _check_pairs(folder, certificate, judge)
+    by_pair = {
+        (row["rule"], row["gamma"]): differences
         for row, differences in zip(certificate["candidates"], certified, strict=True)
-        if row["refuted"] and (row["rule"], row["gamma"]) == (certificate["rule"], certificate["gamma"])
-    ]
-    if len(chosen) != 1:
-        raise SelfJudgeError(f"{folder}: no bet certifies {certificate['rule']} at γ = {certificate['gamma']}")
+        if row["refuted"]
+    }
+    said = [_check_load(folder, row, claim, by_pair, sizes) for row in list_loads(certificate) if row["certified"]]
+    if not said:
+        return f"exact loses nothing; {len(certified)} bets on other rules computed again"
     over = "1 family" if families == 1 else f"{families} families"
-    figures = _check_chosen(folder, certificate, claim, chosen[0], sizes)
     return (
-        f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations: at most {epsilon:g} lost with"
-        f" confidence {1 - delta:g}; attempt {attempt}, {over}, so δ = {claim.delta:.3g};"
+        f"{'; '.join(dict.fromkeys(said))}; at most {epsilon:g} lost with confidence {1 - delta:g};"
+        f" attempt {attempt}, {over}, so δ = {claim.delta:.3g}"
+    )
+
+
+def _check_load(
+    folder: Path,
+    row: Mapping[str, Any],
+    claim: Claim,
+    by_pair: Mapping[tuple[str, int], Sequence[float]],
+    sizes: Sequence[int],
+) -> str:
+    """The certificate as it is for a load follows from the bet on its pair; `by_pair` has those that were won."""
+    if (differences := by_pair.get((row["rule"], row["gamma"]))) is None:
+        raise SelfJudgeError(f"{folder}: no bet certifies {row['rule']} at γ = {row['gamma']}")
+    figures = _check_chosen(folder, row, claim, differences, sizes)
+    return (
+        f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations ({row['rule']}):"
         f" {figures['lost']} answers lost, {figures['gained']} gained"
     )
 
@@ -149,23 +174,42 @@ def _check_sequence(folder: Path, rows: Sequence[Mapping[str, Any]], families: S
             going_on.discard(row["family"])
 
 
-def _check_names(
-    folder: Path, rows: Sequence[Mapping[str, Any]], families: Sequence[str], judge: JudgeConfig | None
-) -> None:
-    """The rules tested, all at one γ, are the first of their family in the order that `tune` has for it.
+def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> None:
+    """The pairs tested are the first of their family in the order that `tune` has for these speeds."""
+    families = certificate["families"]
+    tested: dict[str, list[tuple[str, int]]] = {family: [] for family in families}
+    for row in certificate["candidates"]:
+        if row["n_used"]:
+            tested.setdefault(row["family"], []).append((row["rule"], row["gamma"]))
+    if len(tested) > len(families) or not set(families) <= set(FAMILIES):
+        raise SelfJudgeError(f"{folder}: the certificate has families that there are not, or that have no share of δ")
+    gammas = {row["gamma"] for row in certificate["candidates"]}
+    if len(gammas) > 1 and not certificate["speeds"]:
+        raise SelfJudgeError(f"{folder}: the certificate has rules of several γ, and no speeds that chose them")
+    order = _plan_again(certificate, min(gammas, default=1), tested, judge)
+    for family, pairs in tested.items():
+        if pairs != [(pair.rule, pair.gamma) for pair in order.get(family, ())][: len(pairs)]:
+            named = ", ".join(f"{rule} at γ = {gamma}" for rule, gamma in pairs)
+            raise SelfJudgeError(f"{folder}: {named} are not the first rules of the family {family}")
+
+
+def _plan_again(
+    certificate: Mapping[str, Any],
+    gamma: int,
+    tested: Mapping[str, Sequence[tuple[str, int]]],
+    judge: JudgeConfig | None,
+) -> Pairs:
+    """The pairs as `tune` orders them; `gamma` is that of all where there are no speeds.
 
     Judged rules of a recipe without a judge cannot be looked up; none of them is its rule.
     """
-    gammas = {row["gamma"] for row in rows}
-    if len(gammas) > 1 or not set(families) <= set(FAMILIES):
-        raise SelfJudgeError(f"{folder}: the certificate has rules of several γ, or families that there are not")
-    known = set(families) - ({"judged"} if judge is None else set())
-    order = split_by_gamma(list_families(sorted(known), judge), gammas.pop(), judge)[0] if gammas and known else {}
-    for family in families:
-        tested = [row["rule"] for row in rows if row["family"] == family and row["n_used"]]
-        first = order.get(family, ()) if family in known else [rule for rule in tested if rule.startswith("judged:")]
-        if tested != list(first[: len(tested)]):
-            raise SelfJudgeError(f"{folder}: {', '.join(tested)} are not the first rules of the family {family}")
+    known = [name for name in tested if name != "judged" or judge is not None]
+    rules, speeds = list_families(sorted(known), judge), certificate["speeds"]
+    if rules and not speeds:
+        rules, _ = split_by_gamma(rules, gamma, judge)
+    if len(known) < len(tested):
+        rules["judged"] = tuple(dict.fromkeys(rule for rule, _ in tested["judged"] if rule.startswith("judged:")))
+    return plan_pairs(rules, speeds, [row["load"] for row in list_loads(certificate)], gamma)
 
 
 def _check_chosen(

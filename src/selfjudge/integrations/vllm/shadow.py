@@ -35,9 +35,9 @@ LOG = logging.getLogger("vllm.selfjudge")  # vLLM shows its own loggers
 def load_settings() -> tuple[Recipe, float]:
     """What `selfjudge serve --shadow` wrote to the variable: recipe and share of the requests."""
     settings = parse_object(os.environ.get(VARIABLE, ""), VARIABLE)
-    if settings.keys() != {"recipe", "share"}:
+    if settings.keys() != {"recipe", "load", "share"}:
         raise SelfJudgeError(f"{VARIABLE} does not hold what `selfjudge serve --shadow` writes there")
-    return Recipe.load(settings["recipe"]), float(settings["share"])
+    return Recipe.load(settings["recipe"]).at(settings["load"]), float(settings["share"])
 
 
 class ShadowMiddleware:
