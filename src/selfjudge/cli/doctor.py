@@ -81,6 +81,7 @@ def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[
     from selfjudge.models.device import free_memory, limit_memory
     from selfjudge.models.load import Loader, stays_in_file
     from selfjudge.models.memory import MemoryNeed, measure_draft, measure_need, outline_model
+    from selfjudge.models.tokens import context_window
 
     loader = Loader.choose(model, hardware.device, hardware.dtype, None, False, None)
     if hardware.gpu_memory is not None:
@@ -96,7 +97,7 @@ def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[
     if (named := draft or shipped_draft(model)) is not None:
         small = measure_draft(named, outline, dtype, device)
     need, free = replace(need, token=need.token + small.token), free_memory(loader.device)
-    length = min(ROW, outline.config.get_text_config().max_position_embeddings)
+    length = min(ROW, context_window(outline))
     rows = None
     if free is not None:
         rows = need.rows_that_fit(length, free - need.weights - small.weights - need.workspace)

@@ -260,7 +260,8 @@ class _Decoding:
             statistics = find_statistics(engines)
             most = max(size.gamma for size in list_sizes(self.gamma, self.rule, 1, statistics))
             prefill = Prefill(engines, most + 1)
-            prefill.make_room(AdmissionQueue(rows, length), 1)
+            if not prefill.make_room(AdmissionQueue(rows, length), 1):
+                return True
             engines.reserve(rows := prefill.rows, prefill.length + most + 1)
             left = list_uncaptured(engines, self.rule, rows, self.gamma, statistics, trace=self.trace)
             for done, (n, size) in enumerate(left, 1):

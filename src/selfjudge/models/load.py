@@ -28,7 +28,7 @@ from selfjudge.models.convert import dequantise, gguf_tokenizer, quiet
 from selfjudge.models.device import check_memory, choose_device
 from selfjudge.models.gguf import open_model
 from selfjudge.models.loaded import Draft, Target
-from selfjudge.models.memory import measure_need
+from selfjudge.models.memory import count_weights
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.speculators import load_head
 from selfjudge.models.tokens import PROBE
@@ -131,7 +131,7 @@ class Loader:
                 with quiet():
                     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         module = open_model(path)
-        check_memory(measure_need(module, "q4", "cpu").weights, reference)  # its blocks are copied in another order
+        check_memory(count_weights(module, "q4", "cpu"), reference)  # its blocks are copied in another order
         return module, gguf_tokenizer(path) if tokenizer is None else tokenizer
 
     def _say_loading(self, reference: str) -> None:
@@ -234,7 +234,7 @@ def _load_model(
     weights = open_checkpoint(files, config, device)
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    check_memory(measure_need(outline, str(dtype).removeprefix("torch."), device.type).weights, str(source), device)
+    check_memory(count_weights(outline, str(dtype).removeprefix("torch."), device.type), str(source), device)
     model, loading = type(outline).from_pretrained(
         None, config=outline.config, state_dict=weights, trust_remote_code=False, **told
     )

@@ -73,7 +73,7 @@ def measure_need(model: PreTrainedModel, dtype: str, device: str) -> MemoryNeed:
     if on_cuda:  # the widest values of a pass are those between the two feed-forward matrices
         wide = 4 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
         workspace += PASS_TOKENS * wide * itemsize
-    return MemoryNeed(_count_weights(model, dtype, on_cuda), token, 16 * config.vocab_size, workspace)
+    return MemoryNeed(count_weights(model, dtype, device), token, 16 * config.vocab_size, workspace)
 
 
 def measure_draft(reference: str, target: PreTrainedModel, dtype: str, device: str) -> MemoryNeed:
@@ -102,10 +102,10 @@ def measure_draft(reference: str, target: PreTrainedModel, dtype: str, device: s
     return MemoryNeed(int((weights + rows) * size) + floats, measure_need(target, dtype, device).token // layers, 0, 0)
 
 
-def _count_weights(model: PreTrainedModel, dtype: str, on_cuda: bool) -> int:
+def count_weights(model: PreTrainedModel, dtype: str, device: str) -> int:
     """Bytes of the weights in memory."""
     file, head = gguf_file(model), model.get_output_embeddings().weight
-    tied = model.config.get_text_config().tie_word_embeddings
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     count: int = sum(p.numel() for p in model.parameters() if not (tied and p is head))
     if tied and model.get_input_embeddings().weight is head:
         count += head.numel()
@@ -116,7 +116,7 @@ def _count_weights(model: PreTrainedModel, dtype: str, on_cuda: bool) -> int:
         matrices = [p.numel() for p in _matrices(model)]
         return 4 * count + sum(matrices) * PACKED[INT8] // 4096
     itemsize: int = getattr(torch, dtype).itemsize
-    return (count + (_count_arranged(model) if on_cuda else 0)) * itemsize
+    return (count + (_count_arranged(model) if device == "cuda" else 0)) * itemsize
 
 
 def _matrices(model: PreTrainedModel) -> list[nn.Parameter]:
