@@ -213,7 +213,7 @@ def check_described(device: torch.device, dtype: torch.dtype, width: int, dim: i
     """The steps that Llama does not have: norms after a layer and of heads, scaled residuals, windows, caps, GELU."""
     from selfjudge.engine.cuda.kernels_triton import TritonKernels
 
-    ours, theirs, slots, batch, heads, kv = TritonKernels(device), Kernels(), 192, 3, 4, 2
+    ours, theirs, slots, batch, heads, kv = TritonKernels(device), Kernels(), 256, 3, 4, 2
     close = {"atol": 5e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 3e-5, "rtol": 3e-5}
 
     def random(*shape: int) -> Tensor:
@@ -221,6 +221,7 @@ def check_described(device: torch.device, dtype: torch.dtype, width: int, dim: i
 
     x, parts = random(batch * width, 200), torch.randn(3, batch * width, 200, device=device)
     weight, after, wide = random(200), random(200), torch.randn(200, device=device)
+    wide_heads = torch.randn(2, dim, device=device)
     for given in ((weight, after, 1.0), (wide, wide, 1.0), (None, after, 1.0), (weight, None, 0.3), (None, None, 2.0)):
         for some in (parts, None):
             results = []
@@ -241,7 +242,7 @@ def check_described(device: torch.device, dtype: torch.dtype, width: int, dim: i
     qkv, cache = torch.randn(2, batch * width, (heads + 2 * kv) * dim, device=device), random(2, batch, kv, slots, dim)
     for own in (
         HeadNorms(random(dim), random(dim), 1e-5, dim),
-        HeadNorms(wide[:dim], wide[-dim:], 1e-5, dim - 4),
+        HeadNorms(wide_heads[0], wide_heads[1], 1e-5, dim - 4),
         HeadNorms(random(heads, dim), random(kv, dim), 1e-5, dim - 4),
     ):
         results = []

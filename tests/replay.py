@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from selfjudge.decoding.acceptance import RowBlocks
+from selfjudge.decoding.costs import CostTable
 from selfjudge.decoding.cycle import SharedLimits
+from selfjudge.decoding.gamma import LiveRows
 from selfjudge.ops import share_tokens
 
 SHARING = 3e-5  # seconds that a cycle whose rows share drafts takes besides one more draft
@@ -109,8 +113,9 @@ class Replay:
         """Tokens per second with what a controller chooses."""
         queue, made, spent, behind = list(answers), 0, 0.0, 0
         live = [Row(queue.pop(0)) for _ in range(min(rows, len(queue)))]
+        blocks = RowBlocks.new(rows)
         while len(live) == rows:
-            gamma, drafts = controller.choose(rows, behind), 0
+            gamma, drafts = controller.choose(rows, behind, LiveRows(blocks, np.full(rows, 192))), 0
             shared = self._share(live, gamma) if controller.size(rows, gamma).shared else None
             while drafts < gamma:
                 drafts += 1
@@ -124,16 +129,46 @@ class Replay:
                 accepted[i], alive[i] = min(int(row.answer.run[row.at]), int(limits[i])), True
                 step = min(int(accepted[i]) + 1, len(row.answer.run) - row.at)
                 row.at, made = row.at + step, made + step
+                accepted[i] = min(accepted[i], step)
             draft, rest = self.seconds(rows, drafts)
             if shared is not None:
                 draft = self.seconds(rows, drafts + 1)[0] + SHARING
             spent += draft + rest
             seconds = {"draft": draft, "target": rest}
-            controller.observe(accepted, alive, drafts, seconds, behind=behind > 0, shared=shared)
+            controller.observe(accepted, alive, drafts, seconds, blocks, behind=behind > 0, shared=shared)
             behind = 0 if drafts else behind + 1
+            for i, row in enumerate(live):
+                if row.ended:
+                    blocks.counts[i], blocks.run[i] = 0, 0
             live = [Row(queue.pop(0)) if row.ended and queue else row for row in live]
             live = [row for row in live if not row.ended]  # ends once nothing waits: a full machine all the time
         self.made = made
+        return made / spent
+
+    def batch(self, answers: Sequence[Recording], gamma: int | Any, limit: int = 192) -> float:
+        """Tokens per second of one batch, which shrinks as its rows end: with this γ, or by what a controller chooses."""
+        rows, made, spent = len(answers), 0, 0.0
+        ends = np.array([min(limit, len(answer.run)) for answer in answers])
+        blocks = RowBlocks.new(rows)
+        size, at, table = rows, np.zeros(rows, np.int64), CostTable()
+        for known, cells in costs(self.machine).items():
+            for drafts, seconds in cells.items():
+                table.add(known, drafts, seconds)
+        while len(live := np.flatnonzero(at < ends)):
+            if 2 * len(live) <= size:
+                size = 1 << (len(live) - 1).bit_length()
+            known = LiveRows(RowBlocks(blocks.counts[live], blocks.run[live]), limit - at[live])
+            drafts = gamma if isinstance(gamma, int) else gamma.choose(size, 0, known)
+            steps = np.array([min(int(answers[b].run[at[b]]), drafts) + 1 for b in live])
+            steps = np.minimum(steps, ends[live] - at[live])
+            used = np.zeros(rows, np.int64)
+            used[live] = np.minimum([min(int(answers[b].run[at[b]]), drafts) for b in live], steps)
+            at[live] += steps
+            seconds = table.seconds(size, DEPTH)[drafts]
+            made, spent = made + int(steps.sum()), spent + seconds
+            if not isinstance(gamma, int):
+                alive = np.isin(np.arange(rows), live)
+                gamma.observe(used, alive, drafts, {"target": seconds}, blocks)
         return made / spent
 
     @staticmethod

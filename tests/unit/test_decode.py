@@ -20,7 +20,7 @@ from proposals import requests_of
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.cycle import Cycle, CycleSize, SharedLimits
-from selfjudge.decoding.gamma import GammaController
+from selfjudge.decoding.gamma import GammaController, LiveRows
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Margin, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
@@ -91,7 +91,7 @@ class _Timid(GammaController):
 
     least_q = 1.0
 
-    def choose(self, rows: int, behind: int = 0) -> int:
+    def choose(self, rows: int, behind: int = 0, live: LiveRows | None = None) -> int:
         self._draft_probabilities, self.log_q = [], np.zeros(rows)
         return 5
 
@@ -257,8 +257,8 @@ def test_judged_tokens_stay_in_the_context_of_what_follows() -> None:
 class _Wilful(GammaController):
     """Any γ at any time, whatever it learns: the loop must get along with it."""
 
-    def choose(self, rows: int, behind: int = 0) -> int:
-        super().choose(rows, behind)
+    def choose(self, rows: int, behind: int = 0, live: LiveRows | None = None) -> int:
+        super().choose(rows, behind, live)
         self.turn = getattr(self, "turn", 0) + 1
         return (4, 0, 1, 0, 0, 3, 2, 8)[self.turn % 8] if self.turn < 30 else 3 * (self.turn % 2)
 
@@ -348,7 +348,8 @@ def test_sharing_is_measured_whichever_rule_came_first(monkeypatch: pytest.Monke
     for rule in (TopK(3), Exact()):
         assert not costs.sharing
         tokens: list[list[int]] = [[] for _ in prompts]
-        for step in decode(engines, requests_of(prompts, 12, None), rule):
+        queue = AdmissionQueue(4, 96)
+        for step in decode(engines, requests_of(prompts, 12, None), rule, queue=queue):
             for emission in step.emissions:
                 tokens[emission.row] += emission.tokens
     assert set(costs.sharing) == {4}
@@ -415,7 +416,7 @@ def test_drafts_after_the_end_of_an_answer_are_worth_nothing(
 ) -> None:
     """The draft is the target, so every draft is accepted; the block of six begins with the second token."""
     model, prompt, counted = tiny_model(seed=1), prompts_of([7])[0], []
-    monkeypatch.setattr(loop.GammaController, "choose", lambda self, rows, behind: 6)
+    monkeypatch.setattr(loop.GammaController, "choose", lambda self, *given: 6)
     monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows, most: 6)
     for policy in (loop.GammaController, loop.RequestGamma):
         monkeypatch.setattr(policy, "observe", lambda self, used, *rest, **more: counted.append(used.tolist()))

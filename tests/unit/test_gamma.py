@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from replay import DEPTH, Replay, costs, recordings
+from selfjudge.decoding.acceptance import Acceptance, Calibration, RowBlocks
 from selfjudge.decoding.gamma import (
     MAX_AUTO_GAMMA,
     PROBE_BUDGET,
     STATIC_CHOICES,
-    Acceptance,
-    Calibration,
     GammaController,
+    LiveRows,
     PairStatistics,
     RequestGamma,
 )
@@ -62,9 +62,9 @@ class Machine:
         controller, random = GammaController(statistics, Exact(), static=static), np.random.default_rng(seed)
         captured = self.captured
         controller.is_captured = lambda rows, gamma: not static or gamma in captured
-        spent, made, behind = 0.0, 0.0, 0
+        spent, made, behind, blocks = 0.0, 0.0, 0, RowBlocks.new(rows)
         while made < tokens:
-            gamma, drafts = controller.choose(rows, behind), 0
+            gamma, drafts = controller.choose(rows, behind, LiveRows(blocks, np.full(rows, tokens))), 0
             if static and gamma not in captured:
                 captured.add(gamma)
                 spent, statistics.capture_seconds = spent + self.capture_seconds, self.capture_seconds
@@ -83,7 +83,7 @@ class Machine:
                 "judge": 0.0,
                 "rule": 0.0,
             }
-            controller.observe(accepted, np.ones(rows, bool), drafts, seconds, behind=behind > 0)
+            controller.observe(accepted, np.ones(rows, bool), drafts, seconds, blocks, behind=behind > 0)
             behind = 0 if drafts else behind + 1
             spent, made = spent + sum(seconds.values()), made + 1 + accepted.mean()
             self.used[drafts] += 1
@@ -131,7 +131,7 @@ def test_the_draft_is_asked_for_its_probability_only_where_it_matters() -> None:
     assert controller.choose(1)
     assert not controller.draft_on(q)
     assert asked == 0  # even a sure draft would be the last
-    controller.observe(np.array([1]), np.ones(1, bool), 1, {"draft": 0.9, "target": 1.1})
+    controller.observe(np.array([1]), np.ones(1, bool), 1, {"draft": 0.9, "target": 1.1}, RowBlocks.new(1))
     controller = GammaController(cheap, Exact())
     assert controller.choose(1)
     assert controller.draft_on(q)
@@ -157,7 +157,9 @@ def test_short_answers_one_after_the_other_pay_for_a_capture_together() -> None:
     for seed in range(90):
         machine.decode(statistics, 40, 1, static=True, seed=seed)
     machine.used.clear()
-    assert machine.decode(statistics, 40, 1, static=True) < 1.1 * machine.fixed(best)
+    assert np.mean([machine.decode(statistics, 40, 1, static=True, seed=seed) for seed in range(20)]) < (
+        1.1 * machine.fixed(best)
+    )
     assert machine.fixed(machine.used.most_common(1)[0][0]) < 1.05 * machine.fixed(best)
     assert len(machine.captured) <= 3
     machine.captured.clear()  # the engine needed the memory
@@ -221,10 +223,14 @@ def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: 
         for known, cells in costs(machine).items():
             for drafts, seconds in cells.items():
                 statistics.costs.add(known, drafts, seconds)
-        replay.auto(GammaController(statistics, Exact(), static=static), many[: 2 * rows], rows, static=static)
+        replay.auto(
+            GammaController(statistics, Exact(), static=static, steady=True), many[: 2 * rows], rows, static=static
+        )
         made = spent = 0.0
         for answer in [many] if rows > 1 else [[each] for each in many]:  # one by one, as a user asks
-            speed = replay.auto(GammaController(statistics, Exact(), static=static), answer, rows, static=static)
+            speed = replay.auto(
+                GammaController(statistics, Exact(), static=static, steady=True), answer, rows, static=static
+            )
             made += replay.made
             spent += replay.made / speed
         fixed = {gamma: replay.fixed(many, rows, gamma) for gamma in range(DEPTH + 1)}
@@ -232,14 +238,41 @@ def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: 
         assert made / spent > 0.97 * fixed[0], task
 
 
+@pytest.mark.parametrize(
+    ("machine", "rows"),
+    [
+        ("h200-qwen", 8),
+        ("h200-8b", 64),
+        *(pytest.param("h200-qwen", rows, marks=pytest.mark.slow) for rows in (1, 16, 64)),
+        *(pytest.param("h200-8b", rows, marks=pytest.mark.slow) for rows in (1, 8, 16)),
+    ],
+)
+def test_regret_of_batches_that_shrink(machine: str, rows: int) -> None:
+    """A batch ends with its slowest rows. From the second one on `auto` loses at most 3 % to the best γ in hindsight."""
+    replay, statistics, over = Replay(machine), PairStatistics(), []
+    for known, cells in costs(machine).items():
+        for drafts, seconds in cells.items():
+            statistics.costs.add(known, drafts, seconds)
+    for task, answers in recordings("qwen").items():
+        size = max(24, min(6 * rows, 192))
+        many = (answers * (1 + size // len(answers)))[:size]
+        batches = [many[i : i + rows] for i in range(0, size, rows)]
+        replay.batch(batches[0], GammaController(statistics, Exact(), static=True))
+        fixed = [1 / np.mean([1 / replay.batch(each, gamma) for each in batches]) for gamma in (0, 1, 2, 3, 5, 8)]
+        own = [replay.batch(each, GammaController(statistics, Exact(), static=True)) for each in batches]
+        over.append(1 / np.mean(1 / np.array(own)) / max(fixed))
+        assert over[-1] > 0.97, (task, over[-1])
+    assert np.mean(over) > 0.99
+
+
 def _answers(choice: RequestGamma, share: float, rows: int, cycles: int = 60) -> None:
     """Count cycles of the γ that is chosen, in which every draft is accepted with probability `share`."""
-    random = np.random.default_rng(0)
+    random, blocks = np.random.default_rng(0), RowBlocks.new(rows)
     for _ in range(cycles):
         gammas = np.full(rows, choice.choose(rows))
         stands = random.random((rows, max(1, gammas[0]))) < share
         accepted = np.minimum(stands.cumprod(1).sum(1), gammas)
-        choice.observe(accepted, gammas, int(gammas[0]), {"target": 1.0})
+        choice.observe(accepted, gammas, int(gammas[0]), {"target": 1.0}, blocks)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -278,9 +311,9 @@ def test_rows_that_share_beat_every_fixed_gamma(rows: int) -> None:
     for known, cells in costs("h200-qwen").items():
         for drafts, seconds in cells.items():
             statistics.costs.add(known, drafts, seconds)
-    statistics.costs.sharing[rows] = True
-    replay.auto(GammaController(statistics, Exact(), static=True), many[: 2 * rows], rows, static=True)
-    speed = replay.auto(GammaController(statistics, Exact(), static=True), many, rows, static=True)
+    statistics.costs.sharing[rows] = 1.0
+    replay.auto(GammaController(statistics, Exact(), static=True, steady=True), many[: 2 * rows], rows, static=True)
+    speed = replay.auto(GammaController(statistics, Exact(), static=True, steady=True), many, rows, static=True)
     assert speed > 1.03 * max(replay.fixed(many, rows, gamma) for gamma in range(DEPTH + 1))
 
 
@@ -288,11 +321,11 @@ def test_a_static_engine_keeps_a_gamma_that_is_about_as_fast() -> None:
     """Every change to a smaller γ lets the draft read what the new cycle has no room for."""
     statistics = Machine(step=0.05, token=0.02).statistics(8)
     controller, random = GammaController(statistics, Exact(), static=True), np.random.default_rng(0)
-    used = []
+    used, blocks = [], RowBlocks.new(8)
     for _ in range(300):
-        used.append(controller.choose(8))
+        used.append(controller.choose(8, 0, LiveRows(blocks, np.full(8, 192))))
         stands = random.random((8, used[-1])) < 0.75
-        controller.observe(stands.cumprod(1).sum(1), np.ones(8, bool), used[-1], {"target": 1.0})
+        controller.observe(stands.cumprod(1).sum(1), np.ones(8, bool), used[-1], {"target": 1.0}, blocks)
     changes = sum(one != two for one, two in pairwise(used))
     assert changes <= 12
     speeds = {g: sum(0.75**i for i in range(g + 1)) / (1 + 0.07 * g) for g in STATIC_CHOICES}

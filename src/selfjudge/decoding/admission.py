@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from selfjudge.decoding.acceptance import BLOCK_COUNTS, RowBlocks
 from selfjudge.decoding.cycle import CycleOutcome
+from selfjudge.decoding.gamma import LiveRows
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.errors import SelfJudgeError
@@ -49,12 +51,17 @@ class BatchRows:
     left: NDArray[np.int64]  # tokens that each row may still emit
     finished: NDArray[np.bool_]  # whether each row has ended
     gamma: NDArray[np.int64]  # γ of each row where it stays the same for the whole answer, else −1
+    counts: NDArray[np.float64]  # as in `RowBlocks`
+    run: NDArray[np.int64]  # as in `RowBlocks`
 
     @classmethod
     def new(cls, numbers: Sequence[int], limits: Sequence[int], gamma: int = -1) -> BatchRows:
         """Rows with these numbers and token limits; idle ones are finished from the start."""
         index = np.array(numbers, np.int64)
-        return cls(index, np.array(limits, np.int64), index < 0, np.full_like(index, gamma))
+        counts = np.zeros((len(index), BLOCK_COUNTS))
+        return cls(
+            index, np.array(limits, np.int64), index < 0, np.full_like(index, gamma), counts, np.zeros_like(index)
+        )
 
     def __len__(self) -> int:
         return len(self.index)
@@ -78,7 +85,17 @@ class BatchRows:
 
     @property
     def _columns(self) -> tuple[NDArray[Any], ...]:
-        return self.index, self.left, self.finished, self.gamma
+        return self.index, self.left, self.finished, self.gamma, self.counts, self.run
+
+    @property
+    def blocks(self) -> RowBlocks:
+        return RowBlocks(self.counts, self.run)
+
+    @property
+    def live(self) -> LiveRows:
+        """What γ is chosen by."""
+        live = ~self.finished
+        return LiveRows(RowBlocks(self.counts[live], self.run[live]), self.left[live])
 
     def emit(self, outcome: CycleOutcome, eos_ids: Collection[int]) -> Sequence[Emission]:
         """Give a cycle's tokens to the live rows, cut at the end token and at their limits."""

@@ -60,7 +60,11 @@ def list_sizes(gamma: Gamma, rule: AcceptanceRule, rows: int, statistics: PairSt
     """Every size of cycle that a static engine may use for a batch of this γ and so many rows, by what is known."""
     if gamma != "auto":
         return [CycleSize(gamma)]
-    policy = RequestGamma(statistics, rule) if rule.depends_on_gamma else GammaController(statistics, rule, static=True)
+    policy = (
+        RequestGamma(statistics, rule)
+        if rule.depends_on_gamma
+        else GammaController(statistics, rule, static=True, steady=True)
+    )
     return [policy.size(rows, drafts) for drafts in (0, *policy.choices_for(rows))]
 
 

@@ -53,8 +53,8 @@ class CostTable:
         self.shape = shape
         self.cycles: dict[int, dict[int, tuple[float, float]]] = {}
         """Rows → drafts → seconds of drafting, seconds of the rest."""
-        self.sharing: dict[int, bool] = {}
-        """Rows → whether a cycle in which they share what is verified takes little enough more time."""
+        self.sharing: dict[int, float] = {}
+        """Rows → seconds of a cycle in which they share what is verified, relative to one in which they do not."""
         self.stale = False
         """Whether cycles of answers contradict the table: it is measured again before the next batch, once."""
         self.rough = False
@@ -155,7 +155,7 @@ class CostTable:
             record = read_json(self._path)
             if record.get("shape") != self.shape:
                 return
-            sharing = {_whole(rows): bool(pays) for rows, pays in record.get("sharing", {}).items()}
+            sharing = {_whole(rows): _pair((0, ratio))[1] for rows, ratio in record.get("sharing", {}).items()}
             read = {
                 _whole(rows): {_whole(drafts): _pair(seconds) for drafts, seconds in cells.items()}
                 for rows, cells in record["cycles"].items()
@@ -163,7 +163,7 @@ class CostTable:
         except (SelfJudgeError, KeyError, TypeError, ValueError, AttributeError):
             return  # there is none, or it is damaged: it is measured
         self.cycles = {rows: cells for rows, cells in read.items() if 0 in cells and len(cells) > 2}
-        self.sharing = {rows: pays for rows, pays in sharing.items() if rows in self.cycles}
+        self.sharing = {rows: ratio for rows, ratio in sharing.items() if rows in self.cycles}
         self._kept = set(self.cycles)
         self._lists.clear()
 

@@ -11,14 +11,14 @@ Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from selfjudge.decoding.acceptance import BLOCK_COUNTS, DECAY, Acceptance, Calibration, RowBlocks, tokens_by_gamma
 from selfjudge.decoding.costs import SLOPE, CostTable
 from selfjudge.decoding.cycle import CycleSize, SharedLimits
 from selfjudge.decoding.rules import AcceptanceRule
@@ -27,7 +27,6 @@ from selfjudge.types import MAX_GAMMA
 
 MAX_AUTO_GAMMA = 10  # maximum drafts of a cycle on engines that can stop drafting after each one
 STATIC_CHOICES = (1, 2, 3, 4, 5, 6, 8)  # static engines capture one graph for each γ, so there are few
-DECAY = 0.97  # weight of the counts so far when the next cycle is counted
 SHORT_DECAY = 0.94  # the same for speed: drafting ends soon after it begins to lose
 LONG_DECAY = 0.995  # the same for the records that the next batches begin with
 MARGIN = 1.02  # plain decoding and drafts replace each other if they are faster by this factor
@@ -36,90 +35,12 @@ ALIKE = 0.985  # of γ that are this close to the best the smallest is taken: th
 PROBE_BUDGET = 0.02  # share of the time that probes may lose
 PROBE_CYCLES = 4  # cycles of a probe: drafting although plain decoding seems faster
 MAX_CREDIT_CYCLES = 3 * PROBE_CYCLES  # maximum credit for probes, in plain cycles
+SLOWEST = 4.0  # power of the mean over rows: with a large one only the row counts that takes longest
+RECORD_TOKENS = 10.0  # weight of earlier batches when a batch begins, in tokens of a row
 SHARED_ROWS = 32  # from so many rows on a pass pays for every token, and rows share them
 SHARING_PAYS = 1.05  # the longest that a cycle may take in which rows share three drafts each, relative to one of three
 SHARED_EVERY = 8  # cycles between two looks at what sharing gains
 CANDIDATE = 0.95  # a γ of at least this share of the best expected speed is captured before it is needed
-
-
-class Acceptance:
-    """How often draft i is accepted once those before it are: decaying counts, the share of draft i − 1 as prior."""
-
-    FIRST = 0.7  # prior of the first draft
-    STRENGTH = 2.0  # weight of a prior, in cycles
-
-    def __init__(self) -> None:
-        self.reached = np.zeros(MAX_GAMMA)
-        self.accepted = np.zeros(MAX_GAMMA)
-
-    def observe(self, accepted: NDArray[np.int64], drafts: int | NDArray[np.int64], decay: float = DECAY) -> None:
-        """Count a cycle in which row b accepted accepted[b] of drafts[b] drafts."""
-        self.fade(decay)
-        most = np.broadcast_to(drafts, accepted.shape)
-        for (n, drafted), rows in Counter(zip(accepted.tolist(), most.tolist(), strict=True)).items():
-            self.reached[: min(n + 1, drafted)] += rows / len(accepted)
-            self.accepted[:n] += rows / len(accepted)
-
-    def expect(self, p: NDArray[np.float64], decay: float = DECAY) -> None:
-        """Count a cycle in which the first i drafts of a row are all accepted with probability p[i − 1]."""
-        self.fade(decay)
-        self.reached[: len(p)] += np.append(1.0, p[:-1])
-        self.accepted[: len(p)] += p
-
-    def fade(self, share: float, first: int = 0) -> None:
-        """Let this share of the counts stay, from a position on."""
-        self.reached[first:] *= share
-        self.accepted[first:] *= share
-
-    def begin_with(self, other: Acceptance, weight: float) -> None:
-        """Start from another's counts, weighted as at most `weight` cycles."""
-        share = min(1.0, weight / max(other.reached[0], 1e-9))
-        self.reached, self.accepted = share * other.reached, share * other.accepted
-
-    def shares(self, most: int) -> list[float]:
-        """P(draft i is accepted | those before it are) for i = 1 … `most`."""
-        shares, before = [], self.FIRST
-        for reached, accepted in zip(self.reached[:most].tolist(), self.accepted[:most].tolist(), strict=True):
-            before = (accepted + self.STRENGTH * before) / (reached + self.STRENGTH)
-            shares.append(before)
-        return shares
-
-
-class Calibration:
-    """How often a draft is accepted, by the probability that the draft model gave it."""
-
-    EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])
-    GUESS = np.array([0.05, 0.1, 0.15, 0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
-    STRENGTH = 4.0  # weight of the guess, in drafts
-    MAX_COUNT = 2000.0  # counts of a bin before they are halved
-
-    def __init__(self) -> None:
-        self.count = np.zeros(len(self.GUESS))
-        self.accepted = np.zeros(len(self.GUESS))
-
-    def observe(
-        self, q: NDArray[np.float64], accepted: NDArray[np.int64], limits: NDArray[np.int64] | None = None
-    ) -> None:
-        """Count drafts of probability q [B, γ], of which `accepted` [B]. Those after a rejection do not count, nor
-        those beyond `limits` [B], which were not verified."""
-        at = np.arange(q.shape[1])
-        bins, reached = np.searchsorted(self.EDGES, q), accepted[:, None] >= at
-        if limits is not None:
-            reached &= limits[:, None] > at
-        np.add.at(self.count, bins[reached], 1.0)
-        np.add.at(self.accepted, bins[reached & (accepted[:, None] > at)], 1.0)
-        full = self.count > self.MAX_COUNT
-        self.count[full] /= 2
-        self.accepted[full] /= 2
-
-    def shares(self) -> NDArray[np.float64]:
-        """The share of accepted drafts in each bin."""
-        shares: NDArray[np.float64] = (self.accepted + self.STRENGTH * self.GUESS) / (self.count + self.STRENGTH)
-        return shares
-
-    def __call__(self, q: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The share of accepted drafts among those of probability q."""
-        return self.shares()[np.searchsorted(self.EDGES, q)]
 
 
 @dataclass
@@ -131,6 +52,8 @@ class DraftRecord:
     plain_tokens: float = 0.0
     """Tokens that plain decoding would have produced in the same time."""
     acceptance: Acceptance = field(default_factory=Acceptance)
+    blocks: NDArray[np.float64] = field(default_factory=lambda: np.zeros(BLOCK_COUNTS))
+    """Tokens and the cycles of each γ that make them (`RowBlocks`), of all rows."""
     credit: float = float("nan")
     """Seconds that probes may lose; NaN before the first batch."""
     lost_seconds: float = 0.0
@@ -154,6 +77,14 @@ class PairStatistics:
     """Calibration of the draft's probabilities under each rule."""
     records: dict[tuple[str, int], DraftRecord] = field(default_factory=dict)
     """Records by rule and by rows, within a factor of two."""
+
+
+class LiveRows(NamedTuple):
+    """The rows of a batch that have not ended."""
+
+    blocks: RowBlocks
+    left: NDArray[np.int64]
+    """[B] tokens that each row may still emit."""
 
 
 class GammaPolicy:
@@ -194,7 +125,7 @@ class RequestGamma(GammaPolicy):
 
     draft_on: ClassVar[None] = None
     """Drafting never ends early."""
-    KNOWN = 20.0  # cycles after which the counts of a record are believed
+    KNOWN = 50.0  # tokens after which the counts of a record are believed
     CLEARLY = 1.03  # another γ must be faster by this factor: the same request then gives the same answer
 
     def choose(self, rows: int, most: int = 0) -> int:
@@ -202,8 +133,8 @@ class RequestGamma(GammaPolicy):
         much for all. Where drafts do not pay it is 0, and drafts are tried again so seldom that trying loses no more
         than `PROBE_BUDGET`."""
         table = self.statistics.costs.seconds(rows, self.max_gamma)
-        tokens = 1.0 + np.cumsum(np.cumprod(self._find_acceptance(rows).shares(self.max_gamma)))
-        speeds = {gamma: tokens[gamma - 1] / table[max(gamma, most)] for gamma in self.choices}
+        tokens = tokens_by_gamma(self._find_blocks(rows)).tolist()
+        speeds = {gamma: tokens[gamma] / table[max(gamma, most)] for gamma in self.choices}
         best, record = max(speeds, key=lambda gamma: speeds[gamma]), self._find_record(rows)
         loss = 1 - speeds[best] * table[most]
         record.plain_entries += 1
@@ -228,6 +159,7 @@ class RequestGamma(GammaPolicy):
         gammas: NDArray[np.int64],
         drafts: int,
         seconds: Mapping[str, float],
+        blocks: RowBlocks,
         *,
         behind: bool = False,
     ) -> None:
@@ -237,19 +169,18 @@ class RequestGamma(GammaPolicy):
             self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
         drafted = gammas > 0
         if drafted.any():
-            acceptance = self._find_record(len(gammas)).acceptance
-            acceptance.observe(accepted[drafted], gammas[drafted], LONG_DECAY)
-            acceptance.fade(DECAY, int(gammas.max()))  # what is not drafted is soon believed to be as good as the last
+            record = self._find_record(len(gammas))
+            record.blocks = LONG_DECAY * record.blocks + blocks.observe(accepted, gammas, drafted, record.blocks)
 
-    def _find_acceptance(self, rows: int) -> Acceptance:
+    def _find_blocks(self, rows: int) -> NDArray[np.float64]:
         """What is known best: of this rule and about as many rows, of this rule, of `exact`, or nothing."""
-        same = self._find_record(rows).acceptance
-        if same.reached[0] >= self.KNOWN:
+        same = self._find_record(rows).blocks
+        if same[2] >= self.KNOWN:
             return same
         known = [
-            (rule == self._rule, record.acceptance.reached[0], record.acceptance)
+            (rule == self._rule, record.blocks[2], record.blocks)
             for (rule, _), record in self.statistics.records.items()
-            if rule in (self._rule, "exact") and record.acceptance.reached[0] >= self.KNOWN
+            if rule in (self._rule, "exact") and record.blocks[2] >= self.KNOWN
         ]
         return max(known, key=lambda entry: entry[:2])[2] if known else same
 
@@ -257,13 +188,17 @@ class RequestGamma(GammaPolicy):
 class GammaController(GammaPolicy):
     """Chooses γ for the cycles of one batch, where answers do not depend on it."""
 
-    def __init__(self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False) -> None:
-        """On `static` engines a cycle cannot stop drafting early."""
+    def __init__(
+        self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False, steady: bool = False
+    ) -> None:
+        """On `static` engines a cycle cannot stop drafting early. A `steady` batch takes new rows where others end: all
+        tokens count alike. Else its slowest rows decide when it ends."""
         super().__init__(statistics, rule)
-        self.static = static
+        self.static, self.steady = static, steady
         if not static:
             self.max_gamma = max(MAX_AUTO_GAMMA, self.min_gamma)
         self.acceptance = Acceptance()
+        self.blocks: NDArray[np.float64] = np.zeros(BLOCK_COUNTS)
         self.calibration = statistics.calibrations.setdefault(rule.name, Calibration())
         self._rows = self._shared_cycles = 0
         self._latest = 0  # γ of the latest cycle with drafts
@@ -274,6 +209,7 @@ class GammaController(GammaPolicy):
         self._probes_left = 0
         self._table: list[float] = []  # seconds of cycles by drafts
         self._shares: list[float] = []
+        self._tokens_by_gamma: list[float] = []
         self._p_accepted: NDArray[np.float64] = np.ones(1)  # [B] that all drafts of this cycle are accepted
         self._draft_probabilities: list[NDArray[np.float64]] = []  # [B] for each draft of this cycle
 
@@ -289,21 +225,25 @@ class GammaController(GammaPolicy):
 
     def shares(self, rows: int) -> bool:
         """Whether rows share what a pass verifies: where that was measured to pay."""
-        known = self.statistics.costs.sharing
-        return self.may_share(rows) and bool(known) and known[min(known, key=lambda measured: abs(measured - rows))]
+        return self.may_share(rows) and self._sharing_cost(rows) < SHARING_PAYS
 
     def may_share(self, rows: int) -> bool:
-        """Whether sharing is worth a measurement."""
-        return self.static and rows >= SHARED_ROWS
+        """Whether sharing is worth a measurement: it speeds up rows that are fast already."""
+        return self.static and self.steady and rows >= SHARED_ROWS
 
-    def choose(self, rows: int, behind: int = 0) -> int:
+    def _sharing_cost(self, rows: int) -> float:
+        """Seconds of a cycle whose rows share the drafts, relative to one in which every row has as many."""
+        known = self.statistics.costs.sharing
+        return known[min(known, key=lambda measured: abs(measured - rows))] if known else SHARING_PAYS
+
+    def choose(self, rows: int, behind: int = 0, live: LiveRows | None = None) -> int:
         """Maximum drafts of a row in the next cycle, and where rows share them their mean. The draft model has not read
-        the tokens of `behind` plain cycles."""
+        the tokens of `behind` plain cycles; of the `live` rows it is known what each of them accepts."""
         self._select_record(rows)
         self._draft_probabilities = []
         if self._prefers_plain and not self._probes_left and self._record.credit < self._credit_needed:
             return 0  # nothing but the credit has changed since the last decision
-        self._estimate()
+        self._estimate(live)
         if self._probes_left:
             self._probes_left -= 1
             return self._choose_drafts()
@@ -355,20 +295,28 @@ class GammaController(GammaPolicy):
         alive: NDArray[np.bool_],
         drafts: int,
         seconds: Mapping[str, float],
+        blocks: RowBlocks,
         *,
         behind: bool = False,
         shared: SharedLimits | None = None,
     ) -> None:
         """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`. Its `seconds` by
         phase show whether the table holds, unless the draft model had to catch up (`behind`). Where rows have `shared`
-        the drafts, their probabilities say what others would have been worth."""
+        the drafts, their probabilities say what others would have been worth. `blocks` are those of the rows."""
         if not (behind and drafts):
             self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
         if not alive.any():
             return
         if self._draft_probabilities:
             self.calibration.observe(np.stack(self._draft_probabilities, 1)[alive], accepted[alive])
-        accepted, record = accepted[alive], self._record
+        record = self._record
+        if drafts:
+            limits = np.full_like(accepted, drafts) if shared is None else shared.limits
+            new = blocks.observe(accepted, limits, alive, self.blocks)
+            self.blocks, record.blocks = DECAY * self.blocks + new, LONG_DECAY * record.blocks + new
+        else:
+            blocks.run[alive] = 0
+        accepted = accepted[alive]
         plain, cost = (self.statistics.costs.seconds(self._rows, self.max_gamma)[n] for n in (0, drafts))
         record.credit = min(record.credit + PROBE_BUDGET * cost, MAX_CREDIT_CYCLES * plain)
         if record.credit == MAX_CREDIT_CYCLES * plain:
@@ -389,14 +337,12 @@ class GammaController(GammaPolicy):
         record.plain_tokens = LONG_DECAY * record.plain_tokens + cost / plain
 
     def _observe_shared(self, accepted: NDArray[np.int64], q: NDArray[np.float64], limits: NDArray[np.int64]) -> None:
-        """Count a cycle whose rows share the drafts. The likeliest were verified: q [B, γ] says more than counts."""
+        """Count a cycle whose rows share the drafts: q [B, γ] says what others would have been worth."""
         self.calibration.observe(q, accepted, limits)
-        p, record = np.cumprod(self.calibration(q), 1), self._record
-        self.acceptance.expect(p.mean(0))
-        record.acceptance.expect(p.mean(0), LONG_DECAY)
         self._shared_cycles += 1
         if self._shared_cycles % SHARED_EVERY != 1:
             return
+        p, record = np.cumprod(self.calibration(q), 1), self._record
         rows, drafted = p.shape
         for d in range(1, drafted):
             every, likeliest = 1 + p[:, :d].sum() / rows, np.partition(p[:, : d + 1].ravel(), rows)[rows:]
@@ -411,16 +357,28 @@ class GammaController(GammaPolicy):
         if record is not self._record:
             if not self._rows:
                 self.acceptance.begin_with(record.acceptance, weight=4.0)
+                self.blocks = min(1.0, RECORD_TOKENS / max(record.blocks[2], 1e-9)) * record.blocks
             self._record, self._tokens, self._seconds = record, 0.0, 0.0
             if np.isnan(record.credit):
                 record.credit = MAX_CREDIT_CYCLES * self.statistics.costs.seconds(rows, self.max_gamma)[0]
         self._rows, self._credit_needed = rows, 0.0
 
-    def _estimate(self) -> None:
+    def _estimate(self, live: LiveRows | None = None) -> None:
         """Take the present costs and acceptance."""
         self._table = self.statistics.costs.seconds(self._rows, self.max_gamma)
-        self._shares = self.acceptance.shares(self.max_gamma)
         self._p_accepted = np.ones(self._rows)
+        if not self.static:
+            self._shares = self.acceptance.shares(self.max_gamma)
+            return
+        tokens = tokens_by_gamma(self.blocks)
+        if live is not None:
+            own = live.blocks.tokens(tokens)
+            if self.steady:
+                tokens = own.mean(0)
+            else:  # how long the slowest rows take, relative to plain decoding
+                left = ((live.left[:, None] / own) ** SLOWEST).mean(0) ** (1 / SLOWEST)
+                tokens = left[0] / left
+        self._tokens_by_gamma = tokens.tolist()
 
     def _speed(self, drafts: int) -> float:
         """Tokens per second and row. On static engines the expected speed of γ = `drafts`; on others, which may stop
@@ -433,10 +391,12 @@ class GammaController(GammaPolicy):
 
     def _expected_speed(self, drafts: int) -> float:
         """Tokens per second and row of cycles of so many drafts."""
-        tokens = 1.0 + float(np.cumprod(self._shares[:drafts]).sum())
-        if drafts and self.shares(self._rows) and (known := self._record.sharing):
-            tokens *= known[drafts] if drafts in known else known[max(known)]
-        return tokens / self._table[drafts]
+        tokens, seconds = self._tokens_by_gamma[drafts], self._table[drafts]
+        if drafts and self.shares(self._rows):
+            known, seconds = self._record.sharing, seconds * self._sharing_cost(self._rows)
+            if known:
+                tokens *= known[drafts] if drafts in known else known[max(known)]
+        return tokens / seconds
 
     def _choose_drafts(self, may_capture: bool = False) -> int:
         """Maximum drafts of a cycle with drafts. A static engine uses the best γ that it has captured; a clearly better

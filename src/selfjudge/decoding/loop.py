@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfjudge.decoding.acceptance import RowBlocks
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.costs import CostTable, say_measuring
@@ -35,9 +36,9 @@ from selfjudge.decoding.cycle import (
 )
 from selfjudge.decoding.gamma import (
     MAX_AUTO_GAMMA,
-    SHARING_PAYS,
     GammaController,
     GammaPolicy,
+    LiveRows,
     PairStatistics,
     RequestGamma,
 )
@@ -85,7 +86,7 @@ def decode(
         if rule.depends_on_gamma:
             controller = RequestGamma(statistics, rule)
         else:
-            controller = GammaController(statistics, rule, static=engines.target.static)
+            controller = GammaController(statistics, rule, static=engines.target.static, steady=queue is not None)
         gamma = controller.max_gamma
     requests = check_requests(engines, requests, rule, gamma)
     if controller is not None:
@@ -128,7 +129,7 @@ class _Schedule:
         self.left: deque[int] = deque()
         self.rounds, self.begun = 0, time.perf_counter()
 
-    def choose(self, rows: int, behind: int = 0) -> int:
+    def choose(self, rows: int, behind: int, live: LiveRows) -> int:
         return self.left.popleft()
 
     def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
@@ -144,6 +145,7 @@ class _Schedule:
         alive: Any,
         drafts: int,
         seconds: Mapping[str, float],
+        blocks: RowBlocks,
         *,
         behind: bool,
         shared: SharedLimits | None = None,
@@ -352,7 +354,7 @@ class _LiveBatch:
             size, gammas = self._choose_for_rows(self.controller)
             drafts = size.gamma
         elif self.controller is not None:
-            drafts = self.controller.choose(len(self.rows), self.plain_cycles)
+            drafts = self.controller.choose(len(self.rows), self.plain_cycles, self.rows.live)
             size = self.controller.size(len(self.rows), drafts)
         self.changed = False
         self.plain_cycles = 0 if drafts else self.plain_cycles + 1
@@ -383,42 +385,42 @@ class _LiveBatch:
         rows, statistics = len(self.rows), controller.statistics
         costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
         known = (rows in costs.cycles or not usual) and costs.covers(rows)
-        if usual and isinstance(controller, GammaController) and self._begins_to_share(controller):
-            known = False  # what was timed is not what will run
-        gammas = controller.candidates(rows) if known else [0, *controller.choices_for(rows)]
-        sizes = [controller.size(rows, gamma) for gamma in gammas]
-        new = [gamma for gamma in gammas if not controller.is_captured(rows, gamma)]
-        start = time.perf_counter()
+        if usual and isinstance(controller, GammaController):
+            self._measure_sharing(controller)
+        start, captured = time.perf_counter(), len(self.engines.target.captured_cycles)
         try:
-            cycles = capture_cycles(self.engines, self.rule, rows, sizes, trace=self.trace)
+            if not known:
+                say_measuring()
+                gammas = [0, *controller.choices_for(rows)]
+                cycles = capture_cycles(self.engines, self.rule, rows, map(CycleSize, gammas), trace=self.trace)
+                seconds = [time_cycle(cycle) for cycle in cycles]
+                costs.begin(rows)
+                for gamma, spent in zip(gammas, seconds, strict=True):
+                    costs.add(rows, gamma, spent)
+                costs.save(rows)
+            sizes = [controller.size(rows, gamma) for gamma in controller.candidates(rows)]
+            capture_cycles(self.engines, self.rule, rows, sizes, trace=self.trace)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return  # γ is chosen by estimates, and captured one at a time
-        if new:
-            statistics.capture_seconds = (time.perf_counter() - start) / len(new)
-        if not known:
-            say_measuring()
-            seconds = [time_cycle(cycle) for cycle in cycles]
-            costs.begin(rows)
-            for gamma, spent in zip(gammas, seconds, strict=True):
-                costs.add(rows, gamma, spent)
-            costs.save(rows)
+        if known and (new := len(self.engines.target.captured_cycles) - captured) > 0:
+            statistics.capture_seconds = (time.perf_counter() - start) / new
 
-    def _begins_to_share(self, controller: GammaController) -> bool:
-        """Measure once whether rows should share what a pass verifies, by what a cycle takes in which they do; return
-        whether they do from now on."""
+    def _measure_sharing(self, controller: GammaController) -> None:
+        """Measure once how much longer a cycle takes in which rows share what a pass verifies."""
         rows, drafts, costs = len(self.rows), 3, controller.statistics.costs
         if not controller.may_share(rows) or rows in costs.sharing:
-            return False
+            return
         sizes = [CycleSize(drafts), CycleSize(drafts + 1, rows * (drafts + 1), shared=True)]
         try:
             cycles = capture_cycles(self.engines, self.rule, rows, sizes, trace=self.trace)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            return False
+            return
         each, shared = (sum(time_cycle(cycle)) for cycle in cycles)
-        costs.sharing[rows] = shared < SHARING_PAYS * each
-        return costs.sharing[rows]
+        costs.sharing[rows] = shared / each
+        if rows in costs.cycles:
+            costs.save(rows)
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)
@@ -435,9 +437,11 @@ class _LiveBatch:
         if isinstance(self.controller, RequestGamma):
             if started.gammas is not None:
                 gammas = np.where(live, started.gammas, 0)
-                self.controller.observe(used, gammas, drafted, seconds, behind=started.behind)
+                self.controller.observe(used, gammas, drafted, seconds, rows.blocks, behind=started.behind)
         elif self.controller is not None and started.number:
-            self.controller.observe(used, live, verified, seconds, behind=started.behind, shared=outcome.shared)
+            self.controller.observe(
+                used, live, verified, seconds, rows.blocks, behind=started.behind, shared=outcome.shared
+            )
         cost = plain = 0.0
         if isinstance(self.controller, GammaPolicy) and started.number:
             plain, cost = self.controller.costs_of(len(rows), verified)

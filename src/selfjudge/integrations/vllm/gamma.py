@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
+from selfjudge.decoding.acceptance import Acceptance
 from selfjudge.decoding.costs import CostTable
-from selfjudge.decoding.gamma import MARGIN, STATIC_CHOICES, Acceptance
+from selfjudge.decoding.gamma import MARGIN, STATIC_CHOICES
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.config import BY_BATCH, EngineGamma, Schedule
 from selfjudge.integrations.vllm.serve import RUNNER, choose_runner
