@@ -109,7 +109,7 @@ class RowBlocks(NamedTuple):
     run: NDArray[np.int64]
     """[B] tokens since a draft was last rejected: a longer block might have had the next ones, too."""
 
-    OWN_TOKENS = 10.0
+    OWN_TOKENS = 16.0
     """Tokens after which a row's own counts weigh as much as those of all rows."""
 
     @classmethod
