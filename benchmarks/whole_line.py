@@ -127,7 +127,7 @@ class Step:
     arguments: list[str]
     cold: bool = False
     """Whether the target's files are dropped from the system's cache first."""
-    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: {}
+    read: Callable[[Any], dict[str, Any]] = lambda result: {}
     """What is kept of the JSON that the command prints."""
     folder: Path | None = None
     """Of a distillation: what it has written is read, whether it ended or was ended."""
@@ -169,8 +169,10 @@ def line_of(o: argparse.Namespace) -> list[Step]:
         Step("serve", ["serve", "--port", "0", *pair], serve=2 if small else 8),
         Step("label", label, read=lambda r: {"rows": r.get("rows"), "prompts": r.get("prompts")}),
         Step("train", ["train", str(work / "labels"), "--acceptable", "0.4", "--out", judge, "--json"]),
-        Step("eval", evaluate),
-        Step("tune", tune, read=lambda r: {key: r[key] for key in ("rule", "gamma", "n") if key in r}),
+        Step(
+            "eval", evaluate, read=lambda rows: {"tokens_per_second": {r["rule"]: r["tokens_per_second"] for r in rows}}
+        ),
+        Step("tune", tune, read=lambda r: {key: r["recipe"][key] for key in ("rule", "gamma") if key in r["recipe"]}),
     ]
 
 
@@ -293,7 +295,7 @@ def run_step(step: Step, o: argparse.Namespace) -> dict[str, Any]:
             row |= read_distillation(step.folder, row["seconds"])
         elif row["exit"] == 0 and not step.serve:
             row |= step.read(json.loads(peaks.with_suffix(".out").read_text()))
-    except (ValueError, KeyError, ZeroDivisionError, OSError, SelfJudgeError) as error:
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, OSError, SelfJudgeError) as error:
         row["unread"] = shorten([type(error).__name__, *str(error).split()], o)
     figures = (read_json(peaks) if peaks.exists() else {}) | device.close()
     seconds = {name: value for name, value in figures.items() if name.endswith("seconds")}
