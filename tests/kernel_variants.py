@@ -27,7 +27,7 @@ from selfjudge.ops.argmax_triton import split_argmax
 from selfjudge.ops.judge_score_triton import JudgeWeights, draft_scores
 from selfjudge.ops.price_triton import block_scan
 
-ROWS = [*range(1, 36), *(n for power in (48, 64, 128, 256, 511) for n in (power - 1, power, power + 1))]
+ROWS = [1, 2, 3, 5, *(n for power in (8, 16, 32, 48, 64, 128, 256, 511) for n in (power - 1, power, power + 1))]
 GAMMAS = range(11)
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 variants: dict[str, set[str]] = defaultdict(set)

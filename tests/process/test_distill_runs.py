@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 import selfjudge.distill.data as data_module
 from fake_gguf import write_model
+from remember import remember_responses
 from runs import content, full_disk
 from selfjudge.decoding.text import generate
 from selfjudge.distill.config import DistillConfig
@@ -32,12 +34,25 @@ from selfjudge.store import read_tensors
 CHAT = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def answered_once() -> Iterator[None]:
+    """Most runs here begin with the same answers of the same target."""
+    with pytest.MonkeyPatch.context() as patch:
+        remember_responses(patch, data_module)
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints: dict[str, str]) -> Pair:
+    return Pair.load(checkpoints["target"], device="cpu", needs_draft=False)
+
+
 @pytest.fixture
-def pair(checkpoints: dict[str, str]) -> Pair:
+def pair(target: Pair) -> Pair:
     """A tiny target whose chat template has a user header."""
-    made = Pair.load(checkpoints["target"], device="cpu", needs_draft=False)
-    made.tokenizer.chat_template = CHAT
-    return made
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template = CHAT
+    return replace(target, tokenizer=tokenizer)
 
 
 @pytest.fixture
@@ -321,8 +336,11 @@ def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: DistillConf
     assert loaded(tmp_path / "out")(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
-def test_a_target_that_writes_its_own_prompts(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
-    pair.target.generation_config.eos_token_id = [2, 20, 21, 22]  # a random model ends rarely
+def test_a_target_that_writes_its_own_prompts(
+    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a random model ends rarely
+    monkeypatch.setattr(pair.target.generation_config, "eos_token_id", [2, 20, 21, 22])
     result = distill_draft(pair, tmp_path / "out", replace(settings, prompts=("self:40x2",)))
     (source,) = result["sources"]
     assert source["licence"] == "written by the target"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fake_certificate import RESOLVED, certificate, example, recipe_folder, tamper
+from remember import remember_answers
 from runs import content, prompts_file, random_judges
 from selfjudge.cli import main as cli
 from selfjudge.cli.groups import PairOptions, Setup
@@ -31,6 +32,14 @@ from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.pipeline import tune_pair
 from selfjudge.tune.recipe import Recipe
 from selfjudge.tune.trials import Tuning
+
+
+@pytest.fixture(scope="module", autouse=True)
+def answered_once() -> Iterator[None]:
+    """Most runs here ask the same questions."""
+    with pytest.MonkeyPatch.context() as patch:
+        remember_answers(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
