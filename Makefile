@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS)
 PYTEST_VLLM := OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(WORKERS) tests/vllm
 
-.PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-faults test-vllm test-vllm-all lint format bench docs clean
+.PHONY: demo test test-unit test-process test-network test-attacks test-all test-whole test-compat test-faults test-vllm test-vllm-all lint format bench docs clean
 
 demo: .venv/.serves
 	$(BIN)/selfjudge demo
@@ -29,14 +29,19 @@ test-unit test-process test-network test-attacks: test-%: .venv/.installed
 test-all: .venv/.installed
 	$(PYTEST) -m "slow and not gpu" --durations=30
 
+# both at once, as .ci/run has them: workers start and load models once
+test-whole: .venv/.installed
+	$(PYTEST) -m "not gpu" --durations=40
+
 # the oldest transformers and typer we support; the newest transformers that vLLM allows, and the typer that names options
-# after metavars: the tests of what these two libraries decide, one process a version (make -j2)
+# after metavars: the tests of what these two libraries decide (decoding: on the engine that runs transformers' own
+# layers), one process a version (make -j2)
 TYPER_5.17.0 := 0.19.2
 TYPER_5.19.0 := 0.27.0
 COMPAT := $(addprefix tests/unit/test_,decode.py engine.py pair.py score.py text.py) tests/process/test_cli.py
 test-compat: test-compat-5.17.0 test-compat-5.19.0
 test-compat-%: .venv/.installed .compat/%
-	PYTHONPATH=.compat/$* OMP_NUM_THREADS=1 $(BIN)/pytest -n0 $(COMPAT) -m "not slow and not gpu" -k "not distribution and not reference_page"
+	PYTHONPATH=.compat/$* OMP_NUM_THREADS=1 $(BIN)/pytest -n0 $(COMPAT) -m "not slow and not gpu" -k "not distribution and not reference_page and not (test_decode and (auto or cuda))"
 
 # 29 wrong lines, each of which some test must catch
 test-faults: .venv/.installed

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here asks the hub; what is missing is missed at once
 os.environ["SELFJUDGE_PAIR"] = "smollm2-135m"  # the small pair wherever a test names none
 
+import atexit
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,11 +16,25 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from selfjudge.store.files import home
 from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_protocol, pytest_runtestloop  # noqa: F401
 
 os.fsync = lambda file: None  # no test cuts the power, and disks are slow
 LEDGER = Path(tempfile.gettempdir()) / f"selfjudge-ledger-{os.getpid()}" / "attempts.jsonl"
 os.environ["SELFJUDGE_LEDGER"] = str(LEDGER)  # tests tune on the same prompts again and again
+
+
+def _own_home() -> None:
+    """A cache folder of this process: the models, heads and kernels are the user's, what passes cost is not."""
+    own = Path(tempfile.mkdtemp(prefix="selfjudge-home-"))
+    for name in ("models", "heads", "kernels"):
+        (home() / name).mkdir(parents=True, exist_ok=True)
+        (own / name).symlink_to((home() / name).resolve())
+    os.environ["SELFJUDGE_HOME"] = str(own)
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+
+
+_own_home()
 
 if TYPE_CHECKING:  # the process that hands out the tests needs no torch
     import transformers as hf

@@ -1,7 +1,7 @@
 """kill -9 at any moment, two processes on one folder, a full disk, a read-only folder, a lock left behind.
 
 Each of `label`, `train`, `eval`, `tune`, `distill` and `pull` runs once undisturbed. After each mishap the same command ends in
-the same bytes. The quick part tries two moments of each, the slow one twenty; the number of a moment is its seed.
+the same bytes. The quick part tries one moment of each, the slow one ten; the number of a moment is its seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from killing import Warm
 from runs import prompts_file
 
 COMMANDS = ("label", "train", "eval", "tune", "distill", "pull")
-MOMENTS = [pytest.param(n, marks=pytest.mark.slow) if n >= 2 else n for n in range(20)]
+MOMENTS = [pytest.param(n, marks=pytest.mark.slow) if n >= 1 else n for n in range(10)]
 QUICK = [
     pytest.param(name, marks=pytest.mark.slow) if name in ("eval", "tune", "distill") else name for name in COMMANDS
 ]

@@ -65,7 +65,7 @@ class Stream:
     """An answer that goes on until it is closed."""
 
     def __init__(self, server: Server, key: int) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
         body = json.dumps({**ASK, "max_tokens": 4000, "stream": True, "selfjudge": {"off": True, "gamma": 0}})
         self.connection.request("POST", CHAT, body, {"content-type": "application/json", **KEYS[key]})
         self.response = self.connection.getresponse()
@@ -77,7 +77,7 @@ class Stream:
 
 
 def raw(server: Server, data: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=600)
     connection.sendall(data)
     return connection
 

@@ -42,20 +42,20 @@ def compare(pair: Pair, prompts: list[str], tokens: int, batches: list[int]) -> 
 
 
 def test_exact_equals_transformers(embedded: Pair) -> None:
-    compare(embedded, PROMPTS[:2], 12, [1, 2])
+    compare(embedded, PROMPTS[:2], 12, [2])
 
 
 @pytest.mark.slow
 def test_exact_equals_transformers_on_long_answers(embedded: Pair) -> None:
-    compare(embedded, PROMPTS[3:5], 96, [2])
+    compare(embedded, PROMPTS[3:5], 64, [2])
 
 
 @pytest.mark.slow
 def test_every_token_of_exact_is_the_targets_choice_on_many_prompts(
     embedded: Pair, capsys: pytest.CaptureFixture
 ) -> None:
-    for batch, tokens in ((1, 32), (8, 64)):
-        answers = generate(embedded, PROMPTS[:10], gamma=4, max_new_tokens=tokens, batch=batch)
+    for batch, count, tokens in ((1, 4, 24), (8, 9, 40)):
+        answers = generate(embedded, PROMPTS[:count], gamma=4, max_new_tokens=tokens, batch=batch)
         ties = [
             assert_greedy(embedded, embedded.encode(prompt), answer.tokens, tokens)
             for prompt, answer in zip(PROMPTS, answers, strict=False)
@@ -219,13 +219,13 @@ def cases(embedded: Pair) -> list[Case]:
     drafts = predict_draft_tokens(embedded, list(zip(prompts, responses, strict=True)))
     found = []
     for prompt, response, said in zip(prompts, responses, drafts, strict=True):
-        places = sorted({0, 1, len(response) // 2, len(response) - 2, len(response) - 1})
+        places = sorted({0, len(response) // 2, len(response) - 1})
         found.append(Case(prompt, response, places, [said[p] if said[p] != response[p] else 37 for p in places]))
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix_length", [0, 5, 20])
+@pytest.mark.parametrize("suffix_length", [0, 20])
 def test_packed_scores_equal_one_sequence_at_a_time(embedded: Pair, cases: list[Case], suffix_length: int) -> None:
     """All in one batch."""
     for case, scores in zip(cases, Scorer(embedded.target, suffix_length=suffix_length)(cases), strict=True):

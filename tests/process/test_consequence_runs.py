@@ -25,7 +25,7 @@ from selfjudge.store import read_json, read_rows
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
-    return str(prompts_file(tmp_path / "asked.jsonl", 14))
+    return str(prompts_file(tmp_path / "asked.jsonl", 10))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def similar_replies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(asked: str, **options: Any) -> LabelConfig:
-    given = {"method": "consequences", "tau": None, "max_new_tokens": 60, "substitutions": 4}
+    given = {"method": "consequences", "tau": None, "max_new_tokens": 40, "substitutions": 4}
     return label_settings(asked, **given | options)
 
 
@@ -76,7 +76,7 @@ def test_every_row_is_what_its_substitution_leads_to(pair: Pair, prompts: str, t
             place = row["position"] - len(prompt)
             assert response["finish"] == "eos"
             assert own[place] == row["target_token"] != row["draft_token"]
-            other = finished_by_hand(pair, prompt, [*own[:place], row["draft_token"]], 60)
+            other = finished_by_hand(pair, prompt, [*own[:place], row["draft_token"]], 40)
             assert row["label"] == int(similar(own, other, place))
             assert row["method"] == "consequences"
             with torch.no_grad():

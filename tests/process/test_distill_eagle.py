@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 import selfjudge.distill.data as data_module
 import selfjudge.distill.eagle as eagle_module
 from conftest import VOCAB, tiny_model
+from remember import remember_responses
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.data import Corpus, Dataset, choose_held_out
 from selfjudge.distill.eagle import (
@@ -207,7 +209,15 @@ def test_a_folded_head_reads_the_states_as_they_are(tmp_path: Path) -> None:
 # whole runs
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", autouse=True)
+def answered_once() -> Iterator[None]:
+    """Most runs here begin with the same answers of the same target."""
+    with pytest.MonkeyPatch.context() as patch:
+        remember_responses(patch, data_module)
+        yield
+
+
+@pytest.fixture(scope="module")
 def pair(checkpoints: dict[str, str]) -> Pair:
     made = Pair.load(checkpoints["target"], device="cpu", needs_draft=False)
     made.tokenizer.chat_template = CHAT
@@ -313,15 +323,15 @@ def test_every_style_is_a_source() -> None:
 @pytest.mark.parametrize("style", sorted(OPENINGS.keys() - {"self-summaries"}))
 def test_prompts_of_a_style_begin_as_it_does(pair: Pair, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPENINGS, style, ["w5 w6", "w7"])
-    pair.target.generation_config.eos_token_id = [2, 20, 21, 22]
+    monkeypatch.setattr(pair.target.generation_config, "eos_token_id", [2, 20, 21, 22])
     texts, report = Writer(pair).write_prompts(40, style)
     assert 3 < len(texts) == report["kept"] < report["written"] == 40
     assert all(text.startswith(("w5 w6 ", "w7 ")) for text in texts)
     assert len({text.removeprefix("w5 w6").removeprefix("w7") for text in texts}) == len(texts)
 
 
-def test_chats_go_on_from_the_targets_answer(pair: Pair) -> None:
-    pair.target.generation_config.eos_token_id = [2, *range(20, 32)]
+def test_chats_go_on_from_the_targets_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.target.generation_config, "eos_token_id", [2, *range(20, 32)])
     writer = Writer(pair)
     chats, report = writer.write_chats(240)
     assert 3 < len(chats) == report["kept"] < report["written"] == 240
@@ -331,8 +341,10 @@ def test_chats_go_on_from_the_targets_answer(pair: Pair) -> None:
     assert writer.write_chats(240)[0] == chats
 
 
-def test_chats_are_learnt_from(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
-    pair.target.generation_config.eos_token_id = [2, *range(20, 32)]
+def test_chats_are_learnt_from(
+    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.target.generation_config, "eos_token_id", [2, *range(20, 32)])
     wanted = replace(settings, prompts=("self-chats:240", "self-code:30"), steps=2)
     result = distill_draft(pair, tmp_path / "out", wanted)
     assert {source["name"]: source["prompts"] > 2 for source in result["sources"]} == {

@@ -46,7 +46,7 @@ def asked(tmp_path: Path) -> Path:
 def command(checkpoints: dict[str, str], asked: Path, out: Path, *more: str) -> list[str]:
     return [
         "eval", "--target", checkpoints["target"], "--draft", checkpoints["draft"], "--tasks", f"file:{asked}", "--rules",
-        "exact topk:3", "--gammas", "3", "--batch", "2", "--max-new-tokens", "40", "--out", str(out), *more,
+        "exact topk:3", "--gammas", "3", "--batch", "2", "--max-new-tokens", "20", "--out", str(out), *more,
     ]  # fmt: skip
 
 
@@ -208,6 +208,7 @@ def _refusing(train: Any, name: str) -> Any:
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_the_released_method_stands_beside_the_printed_one(tiny_pair: Pair, asked: Path, tmp_path: Path) -> None:
     here = (f"file:{asked}",)

@@ -85,7 +85,7 @@ def test_the_quick_demo_with_a_compiler_and_without(installed: Environment) -> N
     def rows(done: subprocess.CompletedProcess[str]) -> list[str]:
         return [row["rule"] for row in json.loads(done.stdout)["rows"]]
 
-    with_compiler = installed.run("demo", "--quick", "--limit", "1", "--json")
+    with_compiler = installed.run("demo", "--quick", "--limit", "1", "--max-new-tokens", "12", "--json")
     assert rows(with_compiler) == ["plain", "exact", "topk:2", "judged, shipped"]
     assert (installed.elsewhere / "demo.html").is_file()
     without = installed.run(

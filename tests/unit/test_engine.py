@@ -42,7 +42,7 @@ operation = st.one_of(
         for e in ENGINES
     ],
 )
-@pytest.mark.parametrize("examples", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [2, pytest.param(15, marks=pytest.mark.slow)])
 def test_every_logit_equals_a_fresh_forward(
     engine_kind: str, kind: str, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

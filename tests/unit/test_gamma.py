@@ -204,14 +204,14 @@ def test_a_rule_that_needs_long_blocks_gets_them() -> None:
 @pytest.mark.parametrize(
     ("machine", "pair", "rows", "static"),
     [
-        ("h200-qwen", "qwen", 1, True),
+        pytest.param("h200-qwen", "qwen", 1, True, marks=pytest.mark.slow),
         ("h200-qwen", "qwen", 64, True),
         pytest.param("h200-qwen", "qwen", 8, True, marks=pytest.mark.slow),
         pytest.param("h200-qwen", "qwen", 512, True, marks=pytest.mark.slow),
-        ("x86-qwen", "qwen", 1, False),
+        pytest.param("x86-qwen", "qwen", 1, False, marks=pytest.mark.slow),
         ("x86-smollm2", "smollm2", 1, False),
         ("arm-qwen", "qwen", 1, False),
-        ("arm-smollm2", "smollm2", 1, False),
+        pytest.param("arm-smollm2", "smollm2", 1, False, marks=pytest.mark.slow),
     ],
 )
 def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: bool) -> None:

@@ -265,16 +265,26 @@ ROW_RULES = [
 ]
 
 
-# every rule on the quickest engine; on the others those that read the most, and the one that draws
+# every rule on the quickest engine; on the others those that read the most, and the one that draws; of two rules that
+# differ in their verdicts alone, one has the head
 @pytest.mark.parametrize(
-    ("kind", "rule"),
+    ("kind", "rule", "draft_kind"),
     [
-        *(("cpu", rule) for rule in ROW_RULES),
-        *((kind, ROW_RULES[i]) for kind in ("reference", "cuda") for i in (0, 6, 7, 8, 10)),
+        *(("cpu", rule, "layers") for rule in ROW_RULES),
+        *(("cpu", ROW_RULES[i], "eagle3") for i in (0, 3, 5, 7, 9)),
+        *(
+            (kind, ROW_RULES[i], draft)
+            for kind, draft in (("reference", "layers"), ("cuda", "eagle3"))
+            for i in (6, 7, 8)
+        ),
+        *(
+            (kind, ROW_RULES[i], draft)
+            for kind, draft in (("reference", "eagle3"), ("cuda", "layers"))
+            for i in (0, 10)
+        ),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-@pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
 def test_a_row_with_a_limit_answers_as_it_would_alone_with_that_gamma(
     kind: str, draft_kind: str, rule: AcceptanceRule
 ) -> None:

@@ -48,7 +48,7 @@ def job(
 
 def last(updates: queue.Queue) -> Update:
     while True:
-        update: Update = updates.get(timeout=60)
+        update: Update = updates.get(timeout=600)
         if update.result is not None or update.failure:
             return update
 

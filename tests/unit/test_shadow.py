@@ -55,7 +55,7 @@ def ask(scheduler: Scheduler, word: int, off: bool = False, trace: bool = False,
 
 
 def result(updates: queue.Queue[Update]) -> Generation:
-    while (update := updates.get(timeout=60)).result is None:
+    while (update := updates.get(timeout=600)).result is None:
         assert update.failure is None
     return update.result
 

@@ -1,4 +1,4 @@
-"""The commands of docs/vllm.md's path, read from the page, on the embedded target: its name and the counts alone differ."""
+"""The commands of docs/vllm.md's path, read from the page, on a tiny target: its name and the counts alone differ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers as hf
 from engines import START, call, served
 from openai import OpenAI
 
@@ -36,14 +38,14 @@ FIRST = 5
 """Commands of the path's first block; the second makes a judge."""
 
 
-def commands() -> list[list[str]]:
-    """The words of the path's commands, in their order, with the embedded target as `MODEL`."""
+def commands(model: str) -> list[list[str]]:
+    """The words of the path's commands, in their order, with a folder as `MODEL`."""
     (path,) = re.findall(r"^## The path\n(.*?)^## ", PAGE.read_text(), re.M | re.S)
     blocks = re.findall(r"^```\n(.*?)^```", path, re.M | re.S)
     lines = [line for block in blocks for line in block.splitlines()]
     assert sum(line.startswith("MODEL=") for line in lines) == 1
     found = [shlex.split(line, comments=True) for line in lines if line.startswith("selfjudge ")]
-    other = {"$MODEL": str(checkpoint_folder("smollm2-135m")), "self:2000": "self:6"}
+    other = {"$MODEL": model, "self:2000": "self:6"}
     return [[other.get(word, word) for word in words[1:]] + SMALLER[words[1]] + families(words) for words in found]
 
 
@@ -53,42 +55,58 @@ def families(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The page's first block, from a target to a server: the folder it was run in, and what the server said."""
-    folder, said = tmp_path_factory.mktemp("page"), ""
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random target of four layers that has the tokenizer and the chat template of the embedded one."""
+    folder = tmp_path_factory.mktemp("target")
+    tokenizer = hf.AutoTokenizer.from_pretrained(checkpoint_folder("smollm2-135m"))
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.3, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def follow(model: str, folder: Path) -> str:
+    """Run the page's first block, from a target to a server, in a folder: what the server said."""
+    said = ""
     rows: list[dict[str, Any]] = [{"prompt": f"What is {i} + {i + 3}?", "answer": str(2 * i + 3)} for i in range(40)]
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for words in commands()[:FIRST]:
+    for words in commands(model)[:FIRST]:
         if words[0] == "serve":
             with served([*START, *words], folder) as address:
                 client = OpenAI(base_url=f"{address}/v1", api_key="none")
-                (model,) = client.models.list().data
+                (served_model,) = client.models.list().data
                 asked: Any = [{"role": "user", "content": "What is 2 + 2?"}]
-                reply = client.chat.completions.create(model=model.id, messages=asked, max_tokens=8)
+                reply = client.chat.completions.create(model=served_model.id, messages=asked, max_tokens=8)
                 said = reply.choices[0].message.content or ""
         else:
             call(words, folder)
-    return folder, said
+    return said
 
 
-def test_the_pages_commands_lead_from_a_target_to_a_server(followed: tuple[Path, str]) -> None:
-    folder, said = followed
-    assert said
-    assert read_json(folder / "tuned" / "recipe.json")["engine"] == "vllm"
+def test_the_pages_commands_lead_from_a_target_to_a_server(tiny_target: str, tmp_path: Path) -> None:
+    assert follow(tiny_target, tmp_path)
+    assert read_json(tmp_path / "tuned" / "recipe.json")["engine"] == "vllm"
 
 
 @pytest.mark.slow
-def test_a_judge_of_ones_own_is_tried_too(followed: tuple[Path, str]) -> None:
-    folder, _ = followed
-    for words in commands()[FIRST:]:
-        call(words, folder)
-    assert read_json(folder / "tuned-judge" / "recipe.json")["engine"] == "vllm"
-    tried = read_json(folder / "tuned-judge" / "certificate.json")["candidates"]
+def test_a_judge_of_ones_own_is_tried_too(tmp_path: Path) -> None:
+    """All of the page, on the embedded target."""
+    target = str(checkpoint_folder("smollm2-135m"))
+    assert follow(target, tmp_path)
+    for words in commands(target)[FIRST:]:
+        call(words, tmp_path)
+    assert read_json(tmp_path / "tuned-judge" / "recipe.json")["engine"] == "vllm"
+    tried = read_json(tmp_path / "tuned-judge" / "certificate.json")["candidates"]
     assert any(row["family"] == "judged" and row["n_used"] for row in tried)
 
 
 def test_the_path_tunes_and_serves_inside_vllm() -> None:
-    found = commands()
+    found = commands("MODEL")
     names = [words[0] for words in found]
     assert (names[:FIRST], names[FIRST:]) == (
         ["doctor", "distill", "bench", "tune", "serve"],
