@@ -65,7 +65,8 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
         num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.3, tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.half().save_pretrained(folder)  # float32 would be served in bfloat16, which some CPUs cannot multiply
     tokenizer.save_pretrained(folder)
     return str(folder)
 
