@@ -36,6 +36,12 @@ class Fault:
 
 
 FAULTS = (
+    Fault("memory: a prompt that found no memory is read again at once", "decoding/prefill.py",
+          "self._held, self._one_by_one = alive, True", "self._held, self._one_by_one = 0, True", "tests/unit/test_memory.py"),
+    Fault("memory: rows enter without regard to it", "engine/draft.py",
+          "return min(rows, int(CACHE_SHARE", "return max(rows, int(CACHE_SHARE", "tests/unit/test_memory.py"),
+    Fault("checkpoints: blocks of eight bits lose their scales", "models/checkpoint.py",
+          "    return weight * scale\n", "    return weight\n", "tests/unit/test_checkpoint.py"),
     Fault("rules: drafts after a rejection are accepted", "decoding/rules.py",
           "n = accepted.long().cumprod(1).sum(1)", "n = accepted.long().sum(1)", "tests/unit/test_rules.py tests/unit/test_decode.py"),
     Fault("rules: a token past the k-th passes top-k", "decoding/rules.py",

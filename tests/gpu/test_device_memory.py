@@ -169,7 +169,7 @@ def test_out_of_memory_in_a_prompt_gives_one_row_up(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("no_limit")
 def test_rows_wait_under_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, used = run(REQUESTS, 1000)
-    row = sum(engine.row_bytes(1003) for engine in used.engines)
+    row = sum(engine.row_bytes(1003) for engine in used.static_engines)
     monkeypatch.setattr("selfjudge.engine.draft.free_memory", lambda _: int(2.5 * row / 0.8))
     steps, used = run(REQUESTS, 1000)
     assert used.target.cache_bytes <= 2 * used.target.row_bytes(1003)

@@ -105,7 +105,7 @@ def test_a_draft_is_a_head_or_a_model(head_folder: Path, checkpoints: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("0.9", 0.9), ("1", 1), ("8GB", 8e9), ("1.5 gb", 1.5e9), ("500MiB", 500 * 1024**2)]
+    ("text", "size"), [("0.9", 0.9), ("1", 1), ("8GB", 8e9), ("1.5 GB", 1.5e9), ("2GiB", 2 * 1024**3), ("500MB", 5e8)]
 )
 def test_a_share_or_a_size(text: str, size: float) -> None:
     assert device.parse_memory(text) == size
@@ -239,6 +239,9 @@ def test_a_prompt_that_finds_no_memory_waits_for_a_row_to_leave(full: Callable[.
     steps, _ = run(requests)
     assert_answered(steps, requests)
     assert next(failures, None) is None
+    first, second = ([n for n, step in enumerate(steps) if any(e.row == row for e in step.emissions)] for row in (0, 1))
+    assert len(first) > 2
+    assert second[0] > first[-1]
 
 
 def test_prompts_that_find_no_memory_together_are_read_one_by_one(full: Callable[..., None]) -> None:
@@ -320,11 +323,11 @@ def test_the_plan_of_a_folder(checkpoints: dict[str, str], monkeypatch: pytest.M
     token = sum(measure_need(model, "float32", "cpu").token for model in (target, small))
     assert plan["cache_per_1000_tokens"] == 1000 * token
     assert json.loads(json.dumps(plan)) == plan
-    lines = dict(describe_plan(plan))
-    assert lines["fits"].startswith("yes: about ")
+    rows = {row["on cpu"]: row["GB"] for row in describe_plan(plan)}
+    assert rows["weights, float32"].endswith(" ←")
+    assert int(rows["rows of 96 tokens that fit"].replace(",", "")) == plan["rows_that_fit"] > 0
     monkeypatch.setattr(device, "available_memory", lambda: 10**8)
-    assert dict(describe_plan(plan_memory(checkpoints["target"], None, DeviceOptions(device="cpu"))))[
-        "fits"
-    ].startswith("no: not even one row of ")
+    plan = plan_memory(checkpoints["target"], None, DeviceOptions(device="cpu"))
+    assert [row["GB"] for row in describe_plan(plan)][-1] == "none"
     with pytest.raises(SelfJudgeError, match="q4 needs a GGUF file or an embedded model"):
         plan_memory(checkpoints["target"], None, DeviceOptions(device="cpu", dtype="q4"))

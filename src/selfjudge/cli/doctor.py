@@ -43,9 +43,7 @@ class Check:
 
 @config_options(DeviceOptions, "hardware")
 def doctor(
-    model: Annotated[
-        str | None, typer.Option(help="A model: what it will need of memory, before it is loaded.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model: what it needs of memory, before it is loaded.")] = None,
     draft: Annotated[str | None, typer.Option(help="The draft of --model; the one that ships if not given.")] = None,
     as_json: AsJson = False,
     *,
@@ -61,10 +59,7 @@ def doctor(
         with Progress() as progress:
             progress("reading the config …")
             plan = plan_memory(model, draft, hardware)
-        if as_json:
-            print_json(plan)
-            return
-        print_rows([{"needs": name, "": text} for name, text in describe_plan(plan)])
+        print_json(plan) if as_json else print_rows([*describe_plan(plan)])
         return
     with Progress() as progress:
         checks = [replace(check, mend="") if check.ok else check for check in examine(progress)]
@@ -80,7 +75,7 @@ def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[
     """What a model and its draft need of memory on this machine, in bytes; no weight is read."""
     from selfjudge.models.device import free_memory, limit_memory
     from selfjudge.models.load import Loader, stays_in_file
-    from selfjudge.models.memory import MemoryNeed, measure_draft, measure_need, outline_model
+    from selfjudge.models.memory import MemoryNeed, count_weights, measure_draft, measure_need, outline_model
     from selfjudge.models.tokens import context_window
 
     loader = Loader.choose(model, hardware.device, hardware.dtype, None, False, None)
@@ -88,44 +83,32 @@ def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[
         limit_memory(loader.device, hardware.gpu_memory)
     outline, device = outline_model(model), loader.device.type
     dtype = "q4" if loader.q4 else "int8" if loader.int8 else str(loader.dtype).removeprefix("torch.")
-    if dtype == "q4" and not stays_in_file(model):
+    formats = ["float32", "bfloat16", *(["int8"] if device == "cpu" else []), *(["q4"] if stays_in_file(model) else [])]
+    if dtype == "q4" and dtype not in formats:
         raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {model}")
-    formats = ["float32", "bfloat16"]
-    if device == "cpu":
-        formats += ["int8", "q4"] if stays_in_file(model) else ["int8"]
-    need, small = measure_need(outline, dtype, device), MemoryNeed(0, 0, 0, 0)
-    if (named := draft or shipped_draft(model)) is not None:
-        small = measure_draft(named, outline, dtype, device)
-    need, free = replace(need, token=need.token + small.token), free_memory(loader.device)
-    length = min(ROW, context_window(outline))
-    rows = None
-    if free is not None:
-        rows = need.rows_that_fit(length, free - need.weights - small.weights - need.workspace)
+    named, free = draft or shipped_draft(model), free_memory(loader.device)
+    small = MemoryNeed(0, 0, 0, 0) if named is None else measure_draft(named, outline, dtype, device)
+    need = measure_need(outline, dtype, device)
+    need = replace(need, token=need.token + small.token)
+    length, left = min(ROW, context_window(outline)), (free or 0) - need.weights - small.weights - need.workspace
     return {
         "model": model, "device": device, "dtype": dtype, "weights": need.weights, "draft": small.weights,
-        "cache_per_1000_tokens": 1000 * need.token, "workspace": need.workspace, "free": free,
-        "row_tokens": length, "rows_that_fit": rows,
-        "weights_by_dtype": {name: measure_need(outline, name, device).weights for name in formats},
+        "cache_per_1000_tokens": 1000 * need.token, "workspace": need.workspace, "free": free, "row_tokens": length,
+        "rows_that_fit": None if free is None else need.rows_that_fit(length, left),
+        "weights_by_dtype": {name: count_weights(outline, name, device) for name in formats},
     }  # fmt: skip
 
 
-def describe_plan(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The lines of `doctor --model`."""
-
-    def size(name: str) -> str:
-        value = plan[name]
-        return "unknown" if value is None else f"{value / 1e9:.2f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
-
-    others = [f"{name} {value / 1e9:.2f}" for name, value in plan["weights_by_dtype"].items() if name != plan["dtype"]]
-    yield "weights", f"{size('weights')} ({plan['dtype']}, {plan['device']}); {', '.join(others)} GB"
-    if plan["draft"]:
-        yield "draft", size("draft")
-    yield "cache", f"{size('cache_per_1000_tokens')} for 1,000 tokens of a row"
-    yield "workspace", f"about {size('workspace')}"
-    yield "free here", size("free")
+def describe_plan(plan: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """The rows of `doctor --model`."""
+    sizes = {f"weights, {name}": value for name, value in plan["weights_by_dtype"].items()}
+    sizes |= {"draft": plan["draft"], "cache, 1,000 tokens of a row": plan["cache_per_1000_tokens"]}
+    for name, value in (sizes | {"workspace, about": plan["workspace"], "free here": plan["free"] or 0}).items():
+        mark = " ←" if name == f"weights, {plan['dtype']}" else ""
+        yield {f"on {plan['device']}": name, "GB": f"{value / 1e9:.2f}{mark}"}
     if plan["rows_that_fit"] is not None:
-        rows, tokens = plan["rows_that_fit"], f"{plan['row_tokens']:,} tokens"
-        yield "fits", f"yes: about {rows:,} rows of {tokens}" if rows else f"no: not even one row of {tokens}"
+        name = f"rows of {plan['row_tokens']:,} tokens that fit"
+        yield {f"on {plan['device']}": name, "GB": f"{plan['rows_that_fit']:,}" if plan["rows_that_fit"] else "none"}
 
 
 def examine(notify: Progress) -> Iterator[Check]:

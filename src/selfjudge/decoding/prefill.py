@@ -193,7 +193,7 @@ class Prefill:
         rows = [row for group in self.groups for row in zip(group.numbers, group.requests, strict=True)]
         self.groups = [PrefillGroup([row], device) for row in rows]
         self._held, self._one_by_one = alive, True
-        for engine in self.engines.engines:
+        for engine in self.engines.static_engines:
             engine.trim()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -56,23 +56,6 @@ class RowCache(Protocol):
     def reserve(self, batch: int, length: int) -> None:
         """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
 
-    def holds(self, batch: int, length: int) -> bool:
-        """Whether `reserve` needs no more memory for so many rows of that length."""
-        return True
-
-    def row_bytes(self, length: int) -> int:
-        """Bytes that `reserve` takes for a row of at most `length` tokens; 0 where caches grow by themselves."""
-        return 0
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes that are reserved."""
-        return 0
-
-    def trim(self) -> None:
-        """Free what is kept for the next prompts."""
-        return
-
     def aside(self) -> Self:
         """Return the same weights with an empty cache, for prompts whose rows will `join` this one."""
         other = copy.copy(self)

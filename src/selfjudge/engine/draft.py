@@ -276,21 +276,22 @@ class BatchEngines:
         return min(cache.window for cache in self.caches)
 
     @property
-    def engines(self) -> list[RowCache]:
-        return [self.target] if self.draft is None else [self.target, self.draft.engine]
+    def static_engines(self) -> list[Any]:
+        """The engines whose caches do not grow by themselves."""
+        engines = [self.target] if self.draft is None else [self.target, self.draft.engine]
+        return engines if self.target.static else []
 
     def holds(self, rows: int, length: int) -> bool:
         """Whether `reserve` needs no more memory for so many rows of that length."""
-        return all(engine.holds(rows, length) for engine in self.engines)
+        return all(engine.holds(rows, length) for engine in self.static_engines)
 
     def limit_rows(self, rows: int, length: int) -> int:
         """How many of these rows, each of at most `length` tokens, `reserve` finds memory for."""
-        each = sum(engine.row_bytes(length) for engine in self.engines)
-        if not each or self.holds(rows, length):
+        free = None if self.holds(rows, length) else free_memory(self.target.device)
+        if free is None:
             return rows
-        free = free_memory(self.target.device)
-        there = sum(engine.cache_bytes for engine in self.engines)  # freed first
-        return rows if free is None else min(rows, int(CACHE_SHARE * (free + there) // each))
+        free += sum(engine.cache_bytes for engine in self.static_engines)  # freed first
+        return min(rows, int(CACHE_SHARE * free // sum(engine.row_bytes(length) for engine in self.static_engines)))
 
     def reserve(self, rows: int, length: int) -> None:
         """Begin a batch: room for so many rows of at most `length` tokens."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +30,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+PACKED, QWEIGHT = "weight_packed", "qweight"
 SCALES = ("weight_scale_inv", "weight_scale")
 """Names of the scales beside weights of one byte."""
 UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale")
@@ -42,31 +42,31 @@ METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq")
 LAYOUTS = ("gptq", "gptq_v2", "gemm")
 
 
+class LazyTensor:
+    """A tensor that is read when transformers comes to it; it stays on its own device, whatever it is asked for."""
+
+    def __getitem__(self, _: Any) -> LazyTensor:
+        return self
+
+    def to(self, *, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        return self.read().to(dtype)
+
+    def read(self) -> Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file. What transformers calls on an entry of a `state_dict` reads it."""
+class StoredTensor(LazyTensor):
+    """A tensor in a file, from byte `offset` on, for a device."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Where in the file it begins."""
     device: torch.device
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __getitem__(self, _: Any) -> StoredTensor:
-        return self
-
-    def to(self, *, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor in this dtype, on its own device, whatever `device` says."""
-        return self.read().to(dtype)
-
     def read(self) -> Tensor:
-        """The tensor as it is stored, on its device."""
-        raw = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        raw = torch.empty(math.prod(self.shape) * self.dtype.itemsize, dtype=torch.uint8, device=self.device)
         with self.file.open("rb") as file:
             file.seek(self.offset)
             for piece in raw.split(PIECE):
@@ -79,22 +79,25 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class QuantisedTensor:
-    """A matrix of which a checkpoint has the parts of a quantisation; read like a `StoredTensor`."""
+class QuantisedTensor(LazyTensor):
+    """A matrix of which a checkpoint has the parts of a quantisation, by the ends of their names."""
 
     parts: dict[str, StoredTensor]
-    """By the end of their names."""
-    dequantise: Callable[[dict[str, Tensor]], Tensor] = field(repr=False)
+    scheme: QuantScheme
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+    def read(self) -> Tensor:
+        parts = {name: part.read() for name, part in self.parts.items()}
+        return _scale_weights(parts, self.scheme) if "weight" in parts else _unpack_weights(parts, self.scheme)
 
-    def __getitem__(self, _: Any) -> QuantisedTensor:
-        return self
 
-    def to(self, *, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-        return self.dequantise({name: part.read() for name, part in self.parts.items()}).to(dtype)
+@dataclass(frozen=True)
+class QuantScheme:
+    """What the config of a quantisation says of its numbers."""
+
+    method: str
+    bits: int
+    block: tuple[int, int] | None  # rows and columns that share a scale, of weights of one byte
+    zero_offset: int  # added to the zeros that GPTQ stores
 
 
 def find_files(source: Path | str, options: Mapping[str, Any]) -> list[Path] | None:
@@ -135,60 +138,39 @@ def read_headers(files: list[Path], device: torch.device) -> dict[str, StoredTen
     return tensors
 
 
-def open_checkpoint(
-    files: list[Path], config: PretrainedConfig, device: torch.device
-) -> dict[str, StoredTensor | QuantisedTensor]:
+def open_checkpoint(files: list[Path], config: PretrainedConfig, device: torch.device) -> dict[str, LazyTensor]:
     """The weights of a checkpoint by name, for a model of floats; a quantisation is taken out of the config."""
     tensors = read_headers(files, device)
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is None:
         return dict(tensors)
-    if not isinstance(quantisation, dict):
-        quantisation = quantisation.to_dict()
+    scheme = _read_scheme(quantisation if isinstance(quantisation, dict) else quantisation.to_dict())
     del config.quantization_config
-    return _join_parts(tensors, quantisation)
-
-
-def _join_parts(tensors: dict[str, StoredTensor], quantisation: dict[str, Any]) -> dict[str, Any]:
-    """The tensors, with a `QuantisedTensor` in the place of the parts of each."""
-    method, scheme = str(quantisation.get("quant_method")), _read_scheme(quantisation)
-    weights: dict[str, StoredTensor | QuantisedTensor] = {}
+    weights: dict[str, LazyTensor] = {}
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
-        modules.setdefault(module, {})[part] = tensor
-    packed = {"awq": ("qweight", _unpack_awq), "gptq": ("qweight", _unpack_gptq)}
-    first, unpack = packed.get(method, ("weight_packed", _unpack_rows))
+        if part == "bias":
+            weights[name] = tensor
+        elif part not in UNUSED:
+            modules.setdefault(module, {})[part] = tensor
     for module, parts in modules.items():
-        bias = parts.pop("bias", None)
-        if bias is not None:
-            weights[f"{module}.bias"] = bias
-        parts = {name: tensor for name, tensor in parts.items() if name not in UNUSED}
-        if first in parts:
-            weights[f"{module}.weight"] = QuantisedTensor(parts, partial(unpack, scheme=scheme))
-        elif "weight" in parts and parts["weight"].dtype in ONE_BYTE:
-            if len(parts) != 2 or not any(name in parts for name in SCALES):
-                raise ValueError(f"{module} is quantised by {method} in a way that needs --backend vllm")
-            weights[f"{module}.weight"] = QuantisedTensor(parts, partial(_scale_weights, scheme=scheme))
-        elif others := sorted(parts.keys() - {"weight"} if "weight" in parts else ()):
-            raise ValueError(f"{module}.{others[0]}: weights quantised by {method} need --backend vllm")
+        if _can_dequantise(parts):
+            weights[f"{module}.weight"] = QuantisedTensor(parts, scheme)
+        elif len(parts) > 1 and "weight" in parts:
+            raise ValueError(f"{module} is quantised by {scheme.method} in a way that needs --backend vllm")
         else:
             weights |= {f"{module}.{name}": tensor for name, tensor in parts.items()}
     return weights
 
 
-@dataclass(frozen=True)
-class _Scheme:
-    """What the config of a quantisation says of its numbers."""
-
-    bits: int
-    block: tuple[int, int] | None
-    """Rows and columns that share a scale, of weights of one byte."""
-    zero_offset: int
-    """Added to the zeros that GPTQ stores."""
+def _can_dequantise(parts: Mapping[str, StoredTensor]) -> bool:
+    """Whether these are the parts of a matrix in words, or of one in bytes with its scales."""
+    one_byte = "weight" in parts and parts["weight"].dtype in ONE_BYTE and len(parts) == 2
+    return PACKED in parts or QWEIGHT in parts or (one_byte and any(name in parts for name in SCALES))
 
 
-def _read_scheme(quantisation: dict[str, Any]) -> _Scheme:
+def _read_scheme(quantisation: dict[str, Any]) -> QuantScheme:
     """The numbers of a quantisation that can be dequantised here; others are refused by name."""
     method = str(quantisation.get("quant_method"))
     groups = [group.get("weights") or {} for group in (quantisation.get("config_groups") or {}).values()]
@@ -200,10 +182,10 @@ def _read_scheme(quantisation: dict[str, Any]) -> _Scheme:
     if not known:
         raise ValueError(f"its weights are quantised by {method} in a way that needs --backend vllm")
     block = quantisation.get("weight_block_size") or weights.get("block_structure")
-    return _Scheme(bits, block and tuple(block), int(layout != "gptq_v2"))
+    return QuantScheme(method, bits, block and tuple(block), int(layout != "gptq_v2"))
 
 
-def _scale_weights(parts: dict[str, Tensor], scheme: _Scheme) -> Tensor:
+def _scale_weights(parts: dict[str, Tensor], scheme: QuantScheme) -> Tensor:
     """[N, K] from values of one byte and a scale of the whole matrix, of each row [N, 1], or of blocks."""
     weight = parts["weight"].float()
     scale = next(parts[name] for name in SCALES if name in parts).float()
@@ -223,33 +205,27 @@ def _unpack(packed: Tensor, bits: int, axis: int, order: list[int] | None = None
     return values.flatten(-2).movedim(-1, axis)
 
 
-def _unpack_gptq(parts: dict[str, Tensor], scheme: _Scheme) -> Tensor:
-    """[N, K] from columns [K/8, N], zeros [G, N/8], scales [G, N] and the group of each input."""
-    values = _unpack(parts["qweight"], scheme.bits, 0)
-    zeros = (_unpack(parts["qzeros"], scheme.bits, 1) + scheme.zero_offset) & (1 << scheme.bits) - 1
-    scales = parts["scales"].float()
-    groups = parts.get("g_idx")
-    if groups is None:
-        groups = torch.arange(len(values), device=values.device) // (len(values) // len(scales))
-    return ((values - zeros[groups.long()]) * scales[groups.long()]).t().contiguous()
+def _unpack_weights(parts: dict[str, Tensor], scheme: QuantScheme) -> Tensor:
+    """[N, K] from words of whole numbers, of zeros, and scales [N, G] of each group of inputs.
 
-
-def _unpack_awq(parts: dict[str, Tensor], scheme: _Scheme) -> Tensor:
-    """[N, K] from rows [K, N/8], zeros [G, N/8] and scales [G, N]."""
-    values, zeros = (_unpack(parts[name], scheme.bits, 1, AWQ_ORDER) for name in ("qweight", "qzeros"))
-    scales, size = parts["scales"].float(), len(values) // len(parts["scales"])
-    return ((values - zeros.repeat_interleave(size, 0)) * scales.repeat_interleave(size, 0)).t().contiguous()
-
-
-def _unpack_rows(parts: dict[str, Tensor], scheme: _Scheme) -> Tensor:
-    """[N, K] from rows [N, K/8] of compressed-tensors, scales [N, G] and, where it is not symmetric, zeros [N/8, G]."""
-    rows, cols = parts["weight_shape"].tolist()
-    half = 1 << scheme.bits - 1
-    values, scales = _unpack(parts["weight_packed"], scheme.bits, 1)[:, :cols] - half, parts["weight_scale"].float()
-    groups = parts.get("weight_g_idx")
+    compressed-tensors has words [N, K/8] and perhaps zeros [N/8, G]; GPTQ words [K/8, N], AWQ [K, N/8], both zeros
+    [G, N/8] and scales [G, N].
+    """
+    bits, zeros = scheme.bits, torch.tensor(1 << scheme.bits - 1)
+    if PACKED in parts:
+        rows, cols = parts["weight_shape"].tolist()
+        values, scales = _unpack(parts[PACKED], bits, 1)[:, :cols], parts["weight_scale"]
+        if "weight_zero_point" in parts:
+            zeros = _unpack(parts["weight_zero_point"], bits, 0)[:rows]
+    else:
+        axis, order = (1, AWQ_ORDER) if scheme.method == "awq" else (0, None)
+        values, scales = _unpack(parts[QWEIGHT], bits, axis, order).t(), parts["scales"].t()
+        zeros = _unpack(parts["qzeros"], bits, 1, order).t()
+        if scheme.method == "gptq":
+            zeros = (zeros + scheme.zero_offset) & (1 << bits) - 1
+    groups = parts.get("weight_g_idx", parts.get("g_idx"))
     if groups is None or bool((groups < 0).any()):
-        groups = torch.arange(cols, device=values.device) // -(-cols // scales.shape[1])
-    if "weight_zero_point" in parts:
-        zeros = _unpack(parts["weight_zero_point"], scheme.bits, 0)[:rows] - half
-        values = values - zeros[:, groups.long()]
-    return values * scales[:, groups.long()]
+        groups = torch.arange(values.shape[1], device=values.device) // -(-values.shape[1] // scales.shape[1])
+    groups = groups.long()
+    shift = zeros.to(values.device) if zeros.dim() == 0 else zeros[:, groups]
+    return ((values - shift) * scales.float()[:, groups]).contiguous()

@@ -40,12 +40,9 @@ def available_memory() -> int | None:
 
 
 def parse_memory(text: str) -> float:
-    """A share of a device (`0.9`) as it is, a size (`8GB`, `500MiB`) in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", text.strip().lower())
-    unit = {"k": 1, "m": 2, "g": 3}
-    size = 0.0 if found is None else float(found[1])
-    if found is not None and (name := found[2]):
-        size *= (1024 if "i" in name else 1000) ** unit[name[0]]
+    """A share of a device (`0.9`) as it is, a size (`8GB`, `500MB`) in bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|GB|GiB|MB)", text)
+    size = 0.0 if found is None else float(found[1]) * {"": 1, "GB": 1e9, "GiB": 1 << 30, "MB": 1e6}[found[2]]
     if size <= 0 or (1 < size < 1_000_000):
         raise SelfJudgeError(f"`gpu_memory` is a share such as 0.9 or a size such as 8GB, not {text!r}")
     return size

@@ -339,7 +339,9 @@ class EagleHead(nn.Module):
     def read(cls, folder: Path) -> Self:
         """The head of a folder, in float32, not bound to a target yet; a folder that is damaged is refused."""
         record = read_json(folder / "config.json", EagleFile)
-        config = read_config(record, folder)
+        known = {f.name: record[f.name] for f in fields(EagleConfig) if f.name in record}
+        config = EagleConfig(**{**known, "aux_layers": tuple(record["aux_layers"])})
+        check_config(config, folder)
         arrays = {name: torch.from_numpy(array) for name, array in read_tensors(folder / FILE)[0].items()}
         ids = arrays.pop("draft_ids", torch.empty(0))
         check_ids(ids, config, folder)
@@ -374,14 +376,6 @@ def _dequantise_all(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif not name.endswith(".scale"):
             tensors[name] = tensor.float()
     return tensors
-
-
-def read_config(record: Mapping[str, Any], folder: Path) -> EagleConfig:
-    """The shape of the head in a folder, of which `record` is the config."""
-    known = {f.name: record[f.name] for f in fields(EagleConfig) if f.name in record}
-    config = EagleConfig(**{**known, "aux_layers": tuple(record["aux_layers"])})
-    check_config(config, folder)
-    return config
 
 
 def check_config(config: EagleConfig, folder: Path) -> None:

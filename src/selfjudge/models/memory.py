@@ -16,13 +16,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.catalogue import check_hub, check_reference, find_embedded, head_folder, is_public_head
+from selfjudge.models.catalogue import check_hub, check_reference, find_embedded, head_folder
 from selfjudge.models.checkpoint import read_headers
 from selfjudge.models.convert import quiet
-from selfjudge.models.eagle import EagleFile, EagleHead, read_config
 from selfjudge.models.gguf import GgufFile, gguf_file, open_model
 from selfjudge.models.shape import UnknownShapeError, describe, head_width, kernel_width
-from selfjudge.store import home, hub_options, read_json
+from selfjudge.store import home, hub_options
 
 INT8 = 8
 PACKED = {2: 2304, 3: 2560, 6: 3328, 7: 3584, INT8: 4352, 12: 2368, 13: 3392, 14: 3392}
@@ -88,15 +87,13 @@ def measure_draft(reference: str, target: PreTrainedModel, dtype: str, device: s
             packed = sum(p.numel() for p in _matrices(model)) * PACKED[INT8] // 4096
             need = replace(need, weights=packed + 2 * model.get_input_embeddings().weight.numel())
         return need
-    rows = 0
-    if is_public_head(folder):
-        stored = read_headers([*folder.glob("*.safetensors")], torch.device("meta")).values()
-        weights = sum(math.prod(tensor.shape) for tensor in stored if tensor.dtype.is_floating_point)
-    else:
-        shape = read_config(read_json(folder / "config.json", EagleFile), folder)
-        with torch.device("meta"):
-            weights = sum(p.numel() for p in EagleHead(shape, torch.arange(shape.draft_vocab_size)).parameters())
-        rows = shape.draft_vocab_size * shape.hidden_size  # of the output matrix
+    tensors = read_headers([*folder.glob("*.safetensors")], torch.device("meta"))
+    weights = rows = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int32:  # the tokens that it knows: its rows of the target's output matrix
+            rows = tensor.shape[0] * target.config.get_text_config().hidden_size
+        elif not name.endswith(".scale"):  # six bits are packed in bytes
+            weights += math.prod(tensor.shape) * 4 // (3 if tensor.dtype == torch.uint8 else 4)
     layers = target.config.get_text_config().num_hidden_layers
     floats = 4 * rows if dtype == "int8" else 0  # beside their int8 copy
     return MemoryNeed(int((weights + rows) * size) + floats, measure_need(target, dtype, device).token // layers, 0, 0)

@@ -177,12 +177,15 @@ class CudaEngine(Engine):
         return replay, tokens, counts, outputs[-1]
 
     def trim(self) -> None:
+        """Free what is kept for the next prompts."""
         self._asides.clear()
 
     def holds(self, batch: int, length: int) -> bool:
+        """Whether `reserve` needs no more memory for so many rows of that length."""
         return self.slots >= _count_slots(length) and len(self._lengths) >= batch
 
     def row_bytes(self, length: int) -> int:
+        """Bytes that `reserve` takes for a row of at most `length` tokens."""
         w = self.weights
         return token_bytes(len(w.layers), w.kv_heads, w.dim, self.dtype.itemsize) * _count_slots(length)
 
