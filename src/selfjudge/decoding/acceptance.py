@@ -125,8 +125,8 @@ class RowBlocks(NamedTuple):
     ) -> NDArray[np.float64]:
         """Count a cycle in which row b accepted accepted[b] of limits[b] drafts; return the mean of the live rows.
 
-        After a block that was accepted in full the target chose a token itself. A longer block would have had it with
-        the probability that any draft is accepted, by the counts of `all_rows`.
+        After a block that was accepted in full the target chose a token itself. A longer block would have had it about
+        as often as the first draft after such blocks is accepted, by the counts of `all_rows`.
         """
         before, accepted, full = self.run[live], accepted[live], accepted[live] == limits[live]
         tokens, sizes = accepted + 1, np.arange(1, MAX_GAMMA + 2)
@@ -135,7 +135,8 @@ class RowBlocks(NamedTuple):
         alone = -(-tokens[:, None] // sizes)  # rounded up
         continued = -(-after[:, None] // sizes) + (-before[:, None] // sizes)
         cycles = alone + known[1] / known[0] * (continued - alone)
-        new = np.concatenate([(accepted + ~full)[:, None], accepted[:, None], tokens[:, None], cycles], 1)
+        follows = before > 0
+        new = np.column_stack([follows, follows & (accepted > 0), tokens, cycles])
         self.counts[live] = DECAY * self.counts[live] + new
         self.run[live] = np.where(full, after, 0)
         return new.mean(0)  # type: ignore[no-any-return]
