@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import Interval, compare_rates
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
@@ -74,75 +73,53 @@ class PairSearch:
     def search(self, families: Families) -> list[Row]:
         """Rows of plain decoding, `exact` and the rules: of each family from loose to strict, until one is too slow at
         every load. Those that are stricter are slower still."""
-        self._add("plain", 0, 1.0)
-        for gamma in self.gammas:
-            self._add("exact", gamma, self._count_tokens("exact", gamma))
-        for number, rules in enumerate(families.values()):
-            start = {load: self._find_gamma("exact", load) for load in self.costs}
+        for rule, gamma in (("plain", 0), *(("exact", gamma) for gamma in self.gammas)):
+            self._look(rule, gamma)
+        for rules in families.values():
+            start = {load: int((find_best(self.speeds, load, ("exact",)) or {})["gamma"]) for load in self.costs}
             for rule in reversed(rules):
-                self.notify(f"counting drafts, {rule}", number / len(families))
-                if not self._search_rule(rule, start):
+                self.notify(f"counting the tokens of cycles, {rule}", 0.0)
+                for load in self.costs:
+                    start[load] = self._climb(rule, load, start[load])
+                if not any(is_promising(self.speeds, load, rule) for load in self.costs):
                     break
         return self.speeds
 
-    def _search_rule(self, rule: str, start: dict[int, int]) -> bool:
-        """Add a rule's rows and its best γ by load to `start`; False if it is promising at none.
-
-        A rule that looks ahead in its block decides otherwise in a longer one, so it answers at every γ that is looked
-        at: from `start` upwards while that is faster, else downwards. Of other rules one answer tells all.
-        """
-        try:
-            run = self.plan(rule, self.gammas[-1])
-        except SelfJudgeError:
-            return True  # what it cannot do at the largest γ it cannot do at all: it is refused later
-        fitting = [gamma for gamma in self.gammas if gamma > run.rule.matches_needed]
-        for load in self.costs:
-            if looks_ahead(run.rule):
-                self._climb(rule, load, fitting, start[load])
-            else:
-                for gamma in fitting:
-                    self._add(rule, gamma, self._count_tokens(rule, gamma))
-            start[load] = self._find_gamma(rule, load)
-        return any(is_promising(self.speeds, load, rule) for load in self.costs)
-
-    def _climb(self, rule: str, load: int, gammas: Sequence[int], start: int) -> None:
-        """Look at γ from `start` upwards while speed grows, and downwards if it did not."""
-
-        def look(place: int) -> float:
-            self._add(rule, gammas[place], self._count_tokens(rule, gammas[place]))
-            rows = (
-                row for row in self.speeds if (row["load"], row["rule"], row["gamma"]) == (load, rule, gammas[place])
-            )
-            return float(next(rows)["tokens_per_second"])
-
+    def _climb(self, rule: str, load: int, start: int) -> int:
+        """Look at γ from `start` upwards while a rule gets faster, and downwards if it did not; returns its best."""
+        window = self.plan(rule, self.gammas[-1]).rule.matches_needed
+        gammas = [gamma for gamma in self.gammas if gamma > window]
         first = place = min(range(len(gammas)), key=lambda i: abs(gammas[i] - start))
-        rate = look(place)
+        rate = self._look(rule, gammas[place])[load]
         for step, end in ((1, len(gammas) - 1), (-1, 0)):
-            while place != end and (step > 0 or place <= first) and (other := look(place + step)) > rate:
+            while place != end and (step > 0 or place <= first):
+                if (other := self._look(rule, gammas[place + step])[load]) <= rate:
+                    break
                 place, rate = place + step, other
+        return gammas[place]
 
-    def _find_gamma(self, rule: str, load: int) -> int:
-        best = find_best(self.speeds, load, (rule,))
-        return self.gammas[0] if best is None else int(best["gamma"])
+    def _look(self, rule: str, gamma: int) -> dict[int, float]:
+        """Expected tokens/s of a rule by load; its rows are added unless they are there."""
+        rows = [row for row in self.speeds if (row["rule"], row["gamma"]) == (rule, gamma)]
+        if not rows:
+            tokens = self._count_tokens(rule, gamma) if gamma else 1.0
+            own = {"rule": rule, "gamma": gamma, "mean_accepted_length": tokens}
+            rows = [
+                {"load": load, **own, "tokens_per_second": load * tokens / seconds[gamma]}
+                for load, seconds in self.costs.items()
+            ]
+            self.speeds += rows
+        return {row["load"]: row["tokens_per_second"] for row in rows}
 
     def _count_tokens(self, rule: str, gamma: int) -> float:
-        """Tokens per cycle."""
-        run = self.plan(rule, gamma)
-        asked = gamma if looks_ahead(run.rule) else self.gammas[-1]
+        """Tokens per cycle. A rule that looks ahead decides otherwise in a longer block, so it answers at every γ that
+        is looked at. Of other rules one answer tells all."""
+        asked = gamma if looks_ahead(self.plan(rule, gamma).rule) else self.gammas[-1]
         if (rule, asked) not in self._tokens:
             run = self.plan(rule, asked)
             answers, _ = self.answerer.answer(self.prompts, run.rule, asked, self.tokens, range(len(self.prompts)))
             self._tokens[rule, asked] = [n for answer in answers for n in count_cycle_tokens(answer.origins)]
         return estimate_cycle_tokens(self._tokens[rule, asked], gamma)
-
-    def _add(self, rule: str, gamma: int, tokens: float) -> None:
-        """Add the rows of a rule at one γ, unless they are there."""
-        if any((row["rule"], row["gamma"]) == (rule, gamma) for row in self.speeds):
-            return
-        for load, seconds in self.costs.items():
-            rate = load * tokens / seconds[gamma]
-            own = {"load": load, "rule": rule, "gamma": gamma, "mean_accepted_length": tokens}
-            self.speeds.append({**own, "tokens_per_second": rate})
 
 
 @dataclass(eq=False)
@@ -198,6 +175,13 @@ class Clock:
     load: int
     max_new_tokens: int
     notify: Notify = ignore
+
+    def choose_length(self, rules: int, rate: float | None, seconds: float) -> int:
+        """Tokens of an answer, so that a comparison ends in time; `rate` is the expected speed, if it is known."""
+        if rate is None:
+            return TIMED_TOKENS.get(self.answerer.device, TIMED_TOKENS["cpu"])
+        affordable = rate * seconds / (FEWEST_TURNS * (rules + 2) * max(self.load, FEWEST_ROWS))
+        return int(max(TIMED_TOKENS["cpu"], min(affordable, TIMED_TOKENS["cuda"])))
 
     def compare(
         self, prompts: Sequence[Prompt], rules: Sequence[tuple[str, int]], tokens: int, deadline: float

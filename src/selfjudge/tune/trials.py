@@ -21,20 +21,11 @@ from selfjudge.tune.calibration import CalibrationPrompt, TuneJob, remark
 from selfjudge.tune.certify import Claim, Decision, Floats
 from selfjudge.tune.config import GAMMAS, Families, RefusedRule
 from selfjudge.tune.pairs import BASELINES, Pairs, find_best, plan_pairs
-from selfjudge.tune.speeds import (
-    COUNTED_PROMPTS,
-    FEWEST_ROWS,
-    FEWEST_TURNS,
-    TIMED_TOKENS,
-    Clock,
-    Comparison,
-    PairSearch,
-)
+from selfjudge.tune.speeds import COUNTED_PROMPTS, TIMED_TOKENS, Clock, Comparison, PairSearch
 from selfjudge.types import Generation, Notify, Warn, default_gamma
 
 DIGITS = 4  # digits of D; a certificate holds it as it was bet on
-COMPARED = 2
-"""Certified rules that are timed against `exact`: those with most tokens per target pass."""
+COMPARED = 2  # certified pairs that are timed against `exact` at a load: those of the largest expected speeds
 RESERVED = 0.25  # share of the time that is kept for it
 SLOW = "it is not expected to be faster than exact or plain decoding at any load"
 Speed = tuple[float, Interval]  # a ratio of speeds and its interval
@@ -305,12 +296,10 @@ class Tuning:
         self.notify("comparing speeds", 0.0)
         rules = [("exact", gamma), *((trial.rule, trial.gamma) for trial in chosen)]
         deadline = now + (self.deadline - now) / left
-        tokens = TIMED_TOKENS.get(job.answerer.device, TIMED_TOKENS["cpu"])
-        if (best := find_best(speeds, load, ("exact",))) is not None:
-            answers = FEWEST_TURNS * (len(rules) + 2) * max(load, FEWEST_ROWS)
-            affordable = best["tokens_per_second"] * (deadline - now) / answers
-            tokens = int(max(TIMED_TOKENS["cpu"], min(affordable, TIMED_TOKENS["cuda"])))
+        best = find_best(speeds, load, ("exact",))
         clock = Clock(job.answerer, job.plan, load, job.max_new_tokens, self.notify)
+        rate = None if best is None else float(best["tokens_per_second"])
+        tokens = clock.choose_length(len(rules), rate, deadline - now)
         return clock.compare([prompt.prompt for prompt in job.prompts], rules, tokens, deadline)
 
     def _report(self, stage: str, tested: float) -> None:

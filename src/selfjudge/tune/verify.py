@@ -119,30 +119,13 @@ def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig |
         for row, differences in zip(certificate["candidates"], certified, strict=True)
         if row["refuted"]
     }
-    said = [_check_load(folder, row, claim, by_pair, sizes) for row in list_loads(certificate) if row["certified"]]
+    said = [_check_chosen(folder, row, claim, by_pair, sizes) for row in list_loads(certificate) if row["certified"]]
     if not said:
         return f"exact loses nothing; {len(certified)} bets on other rules computed again"
     over = "1 family" if families == 1 else f"{families} families"
     return (
         f"{'; '.join(dict.fromkeys(said))}; at most {epsilon:g} lost with confidence {1 - delta:g};"
         f" attempt {attempt}, {over}, so δ = {claim.delta:.3g}"
-    )
-
-
-def _check_load(
-    folder: Path,
-    row: Mapping[str, Any],
-    claim: Claim,
-    by_pair: Mapping[tuple[str, int], Sequence[float]],
-    sizes: Sequence[int],
-) -> str:
-    """The certificate as it is for a load follows from the bet on its pair; `by_pair` has those that were won."""
-    if (differences := by_pair.get((row["rule"], row["gamma"]))) is None:
-        raise SelfJudgeError(f"{folder}: no bet certifies {row['rule']} at γ = {row['gamma']}")
-    figures = _check_chosen(folder, row, claim, differences, sizes)
-    return (
-        f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations ({row['rule']}):"
-        f" {figures['lost']} answers lost, {figures['gained']} gained"
     )
 
 
@@ -213,9 +196,16 @@ def _plan_again(
 
 
 def _check_chosen(
-    folder: Path, certificate: Mapping[str, Any], claim: Claim, differences: Sequence[float], sizes: Sequence[int]
-) -> dict[str, Any]:
-    """All figures of the certificate; refused if they do not follow from the differences of its rule."""
+    folder: Path,
+    certificate: Mapping[str, Any],
+    claim: Claim,
+    won: Mapping[tuple[str, int], Sequence[float]],
+    sizes: Sequence[int],
+) -> str:
+    """All figures of the certificate for a load follow from the differences of its pair; `won` has those of all bets
+    that were."""
+    if (differences := won.get((certificate["rule"], certificate["gamma"]))) is None:
+        raise SelfJudgeError(f"{folder}: no bet certifies {certificate['rule']} at γ = {certificate['gamma']}")
     if certificate["speed_ratio"] is None or certificate["speed_ci"] is None:
         raise SelfJudgeError(f"{folder}: the certificate does not say how fast its rule is")
     observed, delta = average_groups(differences, sizes), certificate["delta"]
@@ -230,7 +220,10 @@ def _check_chosen(
             raise SelfJudgeError(f"{folder}: the certificate does not hold the overlap of every prompt")
         figures["overlap"] = describe_overlap(losses, sizes, delta)
     _compare(folder, "the certificate", certificate, figures)
-    return figures
+    return (
+        f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations ({certificate['rule']}):"
+        f" {figures['lost']} answers lost, {figures['gained']} gained"
+    )
 
 
 def describe_overlap(losses: Sequence[float], sizes: Sequence[int], delta: float) -> dict[str, Any]:
