@@ -101,6 +101,18 @@ def test_speeds_are_expected_from_tokens_per_cycle_and_costs() -> None:
         assert abs(GAMMAS.index(best["gamma"]) - GAMMAS.index(gamma)) <= 1
 
 
+def test_when_the_time_is_up_the_loosest_rule_of_a_family_stands_for_the_others() -> None:
+    answerer = Drafting()
+    costs = {1: [answerer.seconds(gamma) for gamma in range(33)]}
+    families = list_families(("margin", "priced"), None)
+    speeds = PairSearch(answerer, plan, ["prompt"] * 40, GAMMAS, costs, 400, deadline=-1.0).search(families)
+    assert answerer.asked[:2] == [("exact", 32), ("margin", 32)]
+    assert len(answerer.asked) == len(set(answerer.asked))  # of priced rules one at each γ
+    for rules in families.values():
+        best = [find_best(speeds, 1, (rule,)) for rule in rules]
+        assert {row["tokens_per_second"] for row in best if row} == {best[-1]["tokens_per_second"] if best[-1] else 0}
+
+
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 def test_a_run_of_drafts_takes_several_shorter_cycles(gamma: int) -> None:
     rng = np.random.default_rng(1)
@@ -138,7 +150,7 @@ def test_certificates_of_chosen_pairs_are_false_with_probability_delta_at_most(p
     Every rule of the first family loses ε, the least that is too much; those of the second lose it from the second on.
     With `power` none loses anything: then they are certified.
     """
-    epsilon, delta, n, runs = 0.1, 0.1, 120, 300
+    epsilon, delta, n, runs = 0.1, 0.1, 120, 40 if power else 150
     rng, wrong, right = np.random.default_rng(0), 0, 0
     families = {"a": ("a0", "a1", "a2"), "b": ("b0", "b1", "b2")}
     for _ in range(runs):

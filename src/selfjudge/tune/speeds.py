@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -67,8 +68,11 @@ class PairSearch:
     tokens: int
     """Maximum new tokens of an answer."""
     notify: Notify = ignore
+    deadline: float = math.inf
+    """After it the figures of a looser rule stand in for those of a stricter one."""
     speeds: list[Row] = field(default_factory=list)
     _tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    _looser: dict[str, str] = field(default_factory=dict)  # the next rule of a rule's family
 
     def search(self, families: Families) -> list[Row]:
         """Rows of plain decoding, `exact` and the rules: of each family from loose to strict, until one is too slow at
@@ -76,6 +80,7 @@ class PairSearch:
         for rule, gamma in (("plain", 0), *(("exact", gamma) for gamma in self.gammas)):
             self._look(rule, gamma)
         for rules in families.values():
+            self._looser |= dict(pairwise(rules))
             start = {load: int((find_best(self.speeds, load, ("exact",)) or {})["gamma"]) for load in self.costs}
             for rule in reversed(rules):
                 self.notify(f"counting the tokens of cycles, {rule}", 0.0)
@@ -115,6 +120,9 @@ class PairSearch:
         """Tokens per cycle. A rule that looks ahead decides otherwise in a longer block, so it answers at every γ that
         is looked at. Of other rules one answer tells all."""
         asked = gamma if looks_ahead(self.plan(rule, gamma).rule) else self.gammas[-1]
+        looser = self._tokens.get((self._looser.get(rule, ""), asked))
+        if (rule, asked) not in self._tokens and looser is not None and time.monotonic() >= self.deadline:
+            self._tokens[rule, asked] = looser
         if (rule, asked) not in self._tokens:
             run = self.plan(rule, asked)
             answers, _ = self.answerer.answer(self.prompts, run.rule, asked, self.tokens, range(len(self.prompts)))

@@ -26,7 +26,7 @@ from selfjudge.types import Generation, Notify, Warn, default_gamma
 
 DIGITS = 4  # digits of D; a certificate holds it as it was bet on
 COMPARED = 2  # certified pairs that are timed against `exact` at a load: those of the largest expected speeds
-RESERVED = 0.25  # share of the time that is kept for it
+RESERVED = 0.25  # share of the time that is kept for that, and as much at most for the choice of γ
 SLOW = "it is not expected to be faster than exact or plain decoding at any load"
 Speed = tuple[float, Interval]  # a ratio of speeds and its interval
 
@@ -381,7 +381,8 @@ class Tuning:
             load: answerer.costs((prompts * math.ceil(load / len(prompts)))[:load], max(gammas)) for load in job.loads
         }
         tokens = min(TIMED_TOKENS.get(answerer.device, TIMED_TOKENS["cpu"]), job.max_new_tokens)
-        search = PairSearch(answerer, job.plan, prompts, gammas, costs, tokens, self.notify)
+        until = self.begun + RESERVED * 60 * job.minutes
+        search = PairSearch(answerer, job.plan, prompts, gammas, costs, tokens, self.notify, until)
         speeds = search.search(job.families) if all(costs.values()) else []
         self.folder.seal("speed", [], str(job.loads), speeds=speeds)
         return speeds
