@@ -313,8 +313,9 @@ def test_out_of_memory_in_a_cycle_is_named(scheduler: Scheduler, monkeypatch: py
 
 
 def test_the_plan_of_a_folder(checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfjudge.cli.doctor import describe_plan, plan_memory
+    from selfjudge.cli.doctor import plan_memory
     from selfjudge.cli.groups import DeviceOptions
+    from selfjudge.cli.output import fill_text
 
     monkeypatch.setattr(device, "available_memory", lambda: 10**9 + 10**8)
     plan = plan_memory(checkpoints["target"], checkpoints["draft"], DeviceOptions(device="cpu"))
@@ -323,11 +324,12 @@ def test_the_plan_of_a_folder(checkpoints: dict[str, str], monkeypatch: pytest.M
     token = sum(measure_need(model, "float32", "cpu").token for model in (target, small))
     assert plan["cache_per_1000_tokens"] == 1000 * token
     assert json.loads(json.dumps(plan)) == plan
-    rows = {row["on cpu"]: row["GB"] for row in describe_plan(plan)}
-    assert rows["weights, float32"].endswith(" ←")
-    assert int(rows["rows of 96 tokens that fit"].replace(",", "")) == plan["rows_that_fit"] > 0
+    text = fill_text("memory", **plan)
+    assert "weights, float32 ¦ 0.00 ←" in text
+    assert f"rows of 96 tokens that fit: {plan['rows_that_fit']:,}" in text
+    assert plan["rows_that_fit"] > 0
     monkeypatch.setattr(device, "available_memory", lambda: 10**8)
     plan = plan_memory(checkpoints["target"], None, DeviceOptions(device="cpu"))
-    assert [row["GB"] for row in describe_plan(plan)][-1] == "none"
+    assert fill_text("memory", **plan).endswith("rows of 96 tokens that fit: none")
     with pytest.raises(SelfJudgeError, match="q4 needs a GGUF file or an embedded model"):
         plan_memory(checkpoints["target"], None, DeviceOptions(device="cpu", dtype="q4"))

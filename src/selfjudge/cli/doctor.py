@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from selfjudge.cli.groups import DeviceOptions
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import Progress, print_json, print_rows
+from selfjudge.cli.output import Progress, print_json, print_rows, print_text
 from selfjudge.decoding.costs import kept_tables
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, shipped_draft
@@ -59,7 +59,7 @@ def doctor(
         with Progress() as progress:
             progress("reading the config …")
             plan = plan_memory(model, draft, hardware)
-        print_json(plan) if as_json else print_rows([*describe_plan(plan)])
+        print_json(plan) if as_json else print_text("memory", **plan)
         return
     with Progress() as progress:
         checks = [replace(check, mend="") if check.ok else check for check in examine(progress)]
@@ -97,18 +97,6 @@ def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[
         "rows_that_fit": None if free is None else need.rows_that_fit(length, left),
         "weights_by_dtype": {name: count_weights(outline, name, device) for name in formats},
     }  # fmt: skip
-
-
-def describe_plan(plan: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """The rows of `doctor --model`."""
-    sizes = {f"weights, {name}": value for name, value in plan["weights_by_dtype"].items()}
-    sizes |= {"draft": plan["draft"], "cache, 1,000 tokens of a row": plan["cache_per_1000_tokens"]}
-    for name, value in (sizes | {"workspace, about": plan["workspace"], "free here": plan["free"] or 0}).items():
-        mark = " ←" if name == f"weights, {plan['dtype']}" else ""
-        yield {f"on {plan['device']}": name, "GB": f"{value / 1e9:.2f}{mark}"}
-    if plan["rows_that_fit"] is not None:
-        name = f"rows of {plan['row_tokens']:,} tokens that fit"
-        yield {f"on {plan['device']}": name, "GB": f"{plan['rows_that_fit']:,}" if plan["rows_that_fit"] else "none"}
 
 
 def examine(notify: Progress) -> Iterator[Check]:

@@ -34,8 +34,7 @@ class Answer:
     plain_cost: float = 0.0
     """Seconds of as many plain cycles as the answer has tokens after the first, by the same table."""
     finish: Finish | None = None
-    out_of_memory: bool = False
-    """Whether it was given up: the device has no memory for it."""
+    out_of_memory: bool = False  # whether it was given up: the device has no memory for it
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
 

@@ -201,8 +201,9 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
         alive = batch.rows.alive
         batch.prefill.cancel(cancelled)
         batch.prefill.admit(queue, len(alive), cancelled)
-        if given_up := batch.prefill.take_given_up():
-            yield Step(0, (), dict.fromkeys(PHASES, 0.0), out_of_memory=given_up)
+        if given_up := batch.prefill.given_up:
+            batch.prefill.given_up = []
+            yield Step(0, (), dict.fromkeys(PHASES, 0.0), out_of_memory=tuple(given_up))
             continue
         if not alive:
             if not batch.prefill.groups:

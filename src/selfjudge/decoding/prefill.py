@@ -108,14 +108,9 @@ class Prefill:
         if not self.engines.holds(queue.rows, length + self.step_tokens):
             length = min(length, max(START_TOKENS, 2 * self.length))
         for tokens in (max(length, needed), needed):
-            rows = self.engines.limit_rows(queue.rows, tokens + self.step_tokens)
-            while rows:
-                try:
-                    self.engines.reserve(rows, tokens + self.step_tokens)
-                    self.engines.reserve(0, 0)  # the caches stay as large as they are
-                except torch.OutOfMemoryError:
-                    rows //= 2
-                    continue
+            if rows := self.engines.limit_rows(queue.rows, tokens + self.step_tokens):
+                self.engines.reserve(rows, tokens + self.step_tokens)
+                self.engines.reserve(0, 0)  # the caches stay as large as they are
                 self.rows, self.length = rows, tokens
                 return True
         return False
@@ -197,11 +192,6 @@ class Prefill:
             engine.trim()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def take_given_up(self) -> tuple[int, ...]:
-        """Return the rows that were given up since the last call."""
-        given_up, self.given_up = tuple(self.given_up), []
-        return given_up
 
     def pop_ready(self) -> PrefillGroup:
         """Remove and return a group that has been read to its end."""

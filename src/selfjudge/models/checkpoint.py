@@ -22,8 +22,7 @@ from transformers.utils.hub import cached_file
 from selfjudge.store import read_json
 from selfjudge.store.artefacts import TensorIndex
 
-PIECE = 1 << 26
-"""Bytes of a file that are in host memory at a time, on the way to another device."""
+PIECE = 1 << 26  # bytes of a file that are in host memory at a time, on the way to another device
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -31,15 +30,12 @@ DTYPES = {
 }  # fmt: skip
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 PACKED, QWEIGHT = "weight_packed", "qweight"
-SCALES = ("weight_scale_inv", "weight_scale")
-"""Names of the scales beside weights of one byte."""
+SCALES = ("weight_scale_inv", "weight_scale")  # of weights of one byte
 UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale")
 """Ends of names of what quantises activations or a cache: weights alone are dequantised here."""
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where AWQ keeps each of eight columns in a word, by four bits."""
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ keeps each of eight columns in a word, by four bits
 METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq")
-"""Quantisations that may be dequantised here, by the names of transformers."""
-LAYOUTS = ("gptq", "gptq_v2", "gemm")
+LAYOUTS = ("gptq", "gptq_v2", "gemm")  # of the last two
 
 
 class LazyTensor:
@@ -113,11 +109,9 @@ def find_files(source: Path | str, options: Mapping[str, Any]) -> list[Path] | N
     if index is None:
         return None
     names = sorted(set(read_json(Path(index), TensorIndex)["weight_map"].values()))
-    shards = {name: find(name) for name in names}
-    for name, shard in shards.items():
-        if shard is None:
-            raise ValueError(f"its shard {name} is missing")
-    return [Path(shard) for shard in shards.values() if shard is not None]
+    if missing := [name for name in names if find(name) is None]:
+        raise ValueError(f"its shard {missing[0]} is missing")
+    return [Path(find(name) or "") for name in names]
 
 
 def read_headers(files: list[Path], device: torch.device) -> dict[str, StoredTensor]:

@@ -26,12 +26,10 @@ from selfjudge.store import home, hub_options
 INT8 = 8
 PACKED = {2: 2304, 3: 2560, 6: 3328, 7: 3584, INT8: 4352, 12: 2368, 13: 3392, 14: 3392}
 """Bytes of 4,096 weights as the CPU engine packs them, by the type of their blocks."""
-SPARE_SLOTS = 258
-"""Tokens that a row of the CUDA cache may be longer than its text: it is rounded up."""
+SPARE_SLOTS = 258  # tokens that a row of the CUDA cache may be longer than its text
 OVERHEAD = {"cpu": 900_000_000, "cuda": 1_500_000_000}
 """Bytes of Python, torch, tokenizer and buffers on a CPU (measured); of CUDA's context, kernels and captured graphs."""
-PASS_TOKENS = 8192
-"""Tokens of a prompt whose intermediate values are on a CUDA device at a time."""
+PASS_TOKENS = 8192  # tokens of a prompt whose intermediate values are on a CUDA device at a time
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,9 @@ class MemoryNeed:
     """Bytes that a model needs in one format on one kind of device."""
 
     weights: int
-    token: int
-    """Keys and values of one token of a row."""
-    logits: int
-    """Logits and their distribution, of one row."""
-    workspace: int
-    """All else that does not grow with rows."""
+    token: int  # keys and values of one token of a row
+    logits: int  # logits and their distribution, of one row
+    workspace: int  # all else that does not grow with rows
 
     def row(self, length: int) -> int:
         """A row of at most so many tokens."""
@@ -137,14 +132,10 @@ def _count_arranged(model: PreTrainedModel) -> int:
 
 def _count_blocks(file: GgufFile) -> int:
     """Bytes of the weights of a GGUF file as the CPU engine packs them."""
-    total = 0
-    for tensor in file.tensors.values():
-        if tensor.name == "token_embd.weight" and "output.weight" in file.tensors:
-            total += tensor.size  # it is looked up as it is
-        elif tensor.block_kind in PACKED:
-            total += tensor.rows * tensor.cols * PACKED[tensor.block_kind] // 4096
-        else:
-            total += 4 * tensor.rows * tensor.cols
+    total = sum(t.rows * t.cols * PACKED.get(t.block_kind, 4 * 4096) // 4096 for t in file.tensors.values())
+    if "output.weight" in file.tensors:  # the embedding is looked up as it is
+        embedding = file.tensors["token_embd.weight"]
+        total += embedding.size - embedding.rows * embedding.cols * PACKED.get(embedding.block_kind, 4 * 4096) // 4096
     return total
 
 
