@@ -141,10 +141,6 @@ class Timing:
     seconds: list[float] = field(default_factory=list)
 
     @property
-    def gamma(self) -> int:
-        return self.run.gamma
-
-    @property
     def tokens_per_second(self) -> float:
         return sum(self.tokens) / sum(self.seconds)
 
@@ -242,7 +238,7 @@ class Clock:
         for start in range(0, len(asked) - self.load + 1, self.load):
             part = asked[start : start + self.load]
             answers, seconds = self.answerer.answer(
-                part, timing.run.rule, timing.gamma, min(tokens, self.max_new_tokens), range(len(part))
+                part, timing.run.rule, timing.run.gamma, min(tokens, self.max_new_tokens), range(len(part))
             )
             made += sum(len(answer.tokens) for answer in answers)
             spent += seconds["total"]

@@ -31,6 +31,7 @@ SHARED = (
 ROW = ("load", "rule", "resolved", "gamma")
 """What both say of each load."""
 JUDGE_FILES = ("config.json", "model.safetensors")
+TestedPair = tuple[str, int]  # a rule and γ
 MOST = 200_000  # packed numbers, and prompts
 _SMALLEST = 1e-100  # δ; shares of a smaller one are no numbers any more
 _CLOSE = 1e-6  # figures that another version of numpy may round differently
@@ -112,7 +113,6 @@ def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig |
         raise SelfJudgeError(f"{folder}: attempt {attempt} does not follow from the earlier ones")
     claim = Claim(epsilon, share_delta(delta, attempt) / max(1, families), len(sizes))
     certified = [_check_candidate(folder, row, claim, sizes) for row in certificate["candidates"]]
-    _check_sequence(folder, certificate["candidates"], certificate["families"])
     _check_pairs(folder, certificate, judge)
     by_pair = {
         (row["rule"], row["gamma"]): differences
@@ -147,23 +147,18 @@ def _check_candidate(folder: Path, row: Mapping[str, Any], claim: Claim, sizes: 
     return differences
 
 
-def _check_sequence(folder: Path, rows: Sequence[Mapping[str, Any]], families: Sequence[str]) -> None:
-    """In a family no rule may be tested after one that is not certified."""
-    going_on = set(families)
-    for row in rows:
-        if row["n_used"] and row["family"] not in going_on:
-            raise SelfJudgeError(f"{folder}: {row['rule']} was tested after a rule of its family that is not certified")
-        if not row["refuted"]:
-            going_on.discard(row["family"])
-
-
 def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> None:
-    """The pairs tested are the first of their family in the order that `tune` has for these speeds."""
-    families = certificate["families"]
-    tested: dict[str, list[tuple[str, int]]] = {family: [] for family in families}
+    """The pairs tested are the first of their family in the order that `tune` has for these speeds, and none was tested
+    after one that is not certified."""
+    families, failed = certificate["families"], set[str]()
+    tested: dict[str, list[TestedPair]] = {family: [] for family in families}
     for row in certificate["candidates"]:
+        if row["n_used"] and row["family"] in failed:
+            raise SelfJudgeError(f"{folder}: {row['rule']} was tested after a rule of its family that is not certified")
         if row["n_used"]:
             tested.setdefault(row["family"], []).append((row["rule"], row["gamma"]))
+        if not row["refuted"]:
+            failed.add(row["family"])
     if len(tested) > len(families) or not set(families) <= set(FAMILIES):
         raise SelfJudgeError(f"{folder}: the certificate has families that there are not, or that have no share of δ")
     gammas = {row["gamma"] for row in certificate["candidates"]}
@@ -177,10 +172,7 @@ def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfi
 
 
 def _plan_again(
-    certificate: Mapping[str, Any],
-    gamma: int,
-    tested: Mapping[str, Sequence[tuple[str, int]]],
-    judge: JudgeConfig | None,
+    certificate: Mapping[str, Any], gamma: int, tested: Mapping[str, list[TestedPair]], judge: JudgeConfig | None
 ) -> Pairs:
     """The pairs as `tune` orders them; `gamma` is that of all where there are no speeds.
 
@@ -196,11 +188,7 @@ def _plan_again(
 
 
 def _check_chosen(
-    folder: Path,
-    certificate: Mapping[str, Any],
-    claim: Claim,
-    won: Mapping[tuple[str, int], Sequence[float]],
-    sizes: Sequence[int],
+    folder: Path, certificate: Mapping[str, Any], claim: Claim, won: Mapping[TestedPair, list[float]], sizes: list[int]
 ) -> str:
     """All figures of the certificate for a load follow from the differences of its pair; `won` has those of all bets
     that were."""
