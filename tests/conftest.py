@@ -137,6 +137,14 @@ def embedded() -> Pair:
 
 
 @pytest.fixture(scope="session")
+def shipped() -> Pair:
+    """The embedded pair as a user of a CPU has it: in four bits, which are loaded and run in less time."""
+    from selfjudge.models.pair import Pair
+
+    return Pair.load("smollm2-135m", device="cpu")
+
+
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoint folders of tiny models with tokenizers: a matching pair, a padded draft, and a stranger."""
     import transformers as hf

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = item.path.relative_to(Path(__file__).parent).parts[0]
         if tier in TIERS:
             item.add_marker(tier)
-        if tier == "unit" and "embedded" in getattr(item, "fixturenames", ()):
+        if tier == "unit" and {"embedded", "shipped"} & {*getattr(item, "fixturenames", ())}:
             raise pytest.UsageError(f"{item.nodeid} uses a real model: move it to tests/network")
 
 

@@ -26,9 +26,9 @@ FOLDER = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_examples_run(
-    embedded: Pair, script: str, shows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shipped: Pair, script: str, shows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Pair, "load", lambda name: embedded)  # the pair that is loaded already
+    monkeypatch.setattr(Pair, "load", lambda name: shipped)  # the pair that is loaded already
     # certified by its prompts, however long they take on a busy machine
     quicker = {"minutes": 10.0, "times": False, "max_new_tokens": 12}
     monkeypatch.setattr(selfjudge.tune, "TuneConfig", lambda **named: TuneConfig(**named | quicker))
