@@ -85,13 +85,14 @@ def setting(
     above: float | None = None,
     choices: Sequence[str] = (),
     word: str | None = None,
+    kw_only: bool = False,
 ) -> Any:
     """A field of a config: default, meaning and range, declared once for Python and for the command line.
 
     `word` may stand in place of a whole number.
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "choices": tuple(choices), "word": word}
-    return field(default=default, metadata={"help": help, **limits})
+    return field(default=default, metadata={"help": help, **limits}, kw_only=kw_only)
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
@@ -154,6 +155,8 @@ class Block:
     """[B] how many drafts each row has, its first ones, 0 … γ; None where all rows have γ. Nothing beyond counts."""
     spent: Tensor | None = None
     """[B] what each answer has spent so far, under rules with a budget; None: nothing."""
+    exact_only: Tensor | None = None
+    """[B, γ] where alignment alone decides, by a guard of the whole answer; None: nowhere."""
 
     @property
     def gamma(self) -> int:
@@ -194,6 +197,7 @@ class Emission(NamedTuple):
     finish: Finish | None = None  # why the row ended with this emission; None while it goes on
     judged: tuple[JudgedToken, ...] = ()  # its tokens of origin `judge`, where the loop was asked to trace them
     gamma: int = -1  # γ of the row where it stays the same for the whole answer, else −1
+    guarded: int = 0  # tokens that a guard of the answer left to alignment
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,6 +274,7 @@ class Generation:
     """γ where it was the same for the whole answer: given, or chosen when the request entered; else None."""
     speed_over_plain: float | None = None
     """Speed of the cycles over plain decoding, by what both cost on this machine; None where γ is fixed."""
+    guarded_tokens: int = 0  # tokens of the cycles that a guard left to exact verification
 
     @property
     def gamma_mean(self) -> float | None:

@@ -73,7 +73,7 @@ def test_generate_streams_text_and_reports_on_stderr(run, pair: list[str]) -> No
 
 def test_color_tints_by_origin(run, pair: list[str]) -> None:
     drafts = ("--gamma", "3", "--max-new-tokens", "20")
-    _, out, err = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--color", *drafts)
+    _, out, err = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--strict-start", "0", "--color", *drafts)
     assert "the target wanted" in err
     assert "\x1b[30;43m" in out  # accepted against alignment
     assert re.search(r"\x1b\[30;43mjudge +\d+\x1b\[0m drafted, accepted against", err)  # the legend
@@ -95,6 +95,9 @@ def test_judged_from_a_folder(run, pair: list[str], tmp_path: Path) -> None:
     constant_judge(1.0, 32, pair[1]).save_pretrained(tmp_path)
     command = ["generate", "w1 w2", *pair, "--judge", str(tmp_path), "--gamma", "3", "--json", "--max-new-tokens", "13"]
     _, out, _ = run(*command, "--rule", "judged:0.5,guard=off")
+    guarded = json.loads(out)
+    assert (guarded["guarded_tokens"], guarded["judged_tokens"]) == (12, [])  # its first 16 tokens are verified exactly
+    _, out, _ = run(*command, "--rule", "judged:0.5,guard=off", "--strict-start", "0", "--no-strict-code")
     result = json.loads(out)
     assert result["mean_accepted_length"] == 4
     assert result["threshold"] == 0.5

@@ -70,11 +70,12 @@ def test_a_string_gives_one_generation_and_a_list_a_list(tiny_pair: Pair) -> Non
 
 def test_a_rule_is_text_or_an_object(tiny_pair: Pair, judge: Judge) -> None:
     options = {"gamma": 3, "max_new_tokens": 20}
+    bare = {**options, "strict_start": 0, "strict_code": False}
     for text, rule in (("exact", Exact()), ("topk:3", TopK(3)), ("margin:2", Margin(2.0))):
-        assert [g.tokens for g in generate(tiny_pair, PROMPTS, text, **options)] == [
+        assert [g.tokens for g in generate(tiny_pair, PROMPTS, text, **bare)] == [
             g.tokens for g in generate(tiny_pair, PROMPTS, rule, **options)
         ]
-    by_text = generate(tiny_pair, PROMPTS[0], "judged", judge=judge, theta=0.3, **options)
+    by_text = generate(tiny_pair, PROMPTS[0], "judged", judge=judge, theta=0.3, **bare)
     by_object = generate(tiny_pair, PROMPTS[0], Judged(judge, 0.3), **options)
     assert by_text.tokens == by_object.tokens
     assert by_text.judged_share > 0
@@ -126,7 +127,7 @@ def test_judged_tokens_say_what_the_target_wanted(tiny_pair: Pair, judge: Judge,
             assert token.score == pytest.approx(float(judge.score(state)), abs=1e-4)
             assert token.score > 0.3
     assert not any(a.judged_tokens for a in generate(tiny_pair, PROMPTS, rule, max_new_tokens=24, trace=False))
-    unscored = generate(tiny_pair, PROMPTS[0], "topk:20", gamma=4, max_new_tokens=24, engine=engine).judged_tokens
+    unscored = generate(tiny_pair, PROMPTS[0], TopK(20), gamma=4, max_new_tokens=24, engine=engine).judged_tokens
     assert unscored
     assert all(t.score is None for t in unscored)
 

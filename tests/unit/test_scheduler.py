@@ -167,7 +167,7 @@ def test_metrics_tell_judged_from_off(begin: Begin) -> None:
     scheduler = begin()
     scheduler.start()
     made = {}
-    for mode, rule in (("judged", "topk:9"), ("off", "exact")):
+    for mode, rule in (("judged", "topk:9,strict_start=0"), ("off", "exact")):
         updates: queue.Queue[Update] = queue.Queue()
         scheduler.submit(CompletionJob((5, 6), scheduler.rules.choose(RuleRequest(rule)), 20, updates.put))
         made[mode] = last(updates).result

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FIGURES = (
     "origins", "finish", "cycles", "gamma_mean", "mean_accepted_length", "drafts_accepted", "judged_share",
-    "tokens_per_second", "speed_over_plain",
+    "guarded_tokens", "tokens_per_second", "speed_over_plain",
 )  # fmt: skip
 """What `--json` prints of a generation as it is."""
 STREAMED = ("max_new_tokens", "stop", "seed", "raw", "engine")  # fields of `DecodeOptions` that are options of `stream`

@@ -25,6 +25,8 @@ class Request(NamedTuple):
     prompt: Sequence[int]  # token ids
     max_new_tokens: int = 256
     seed: int = 0  # seed of the row's random numbers, under sampling rules
+    structured: bool = False
+    """Whether the prompt asks for code or another structure: rules with that guard verify the whole answer exactly."""
 
 
 @dataclass
@@ -106,16 +108,18 @@ class BatchRows:
             ended = np.where(np.isin(column, list(eos_ids)), 1, np.where(self.left[active] == 0, 2, 0))
             self.finished[active] = ended > 0
             return TokenColumn(self.index[active], column, ended, self.gamma[active])
-        columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged)
+        bits = np.zeros_like(outcome.accepted) if outcome.guarded is None else outcome.guarded
+        columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged, bits)
         rows = zip(active.tolist(), *(column[active].tolist() for column in columns), strict=True)
         emissions = []
-        for row, k, next_token, drafts, judged in rows:
+        for row, k, next_token, drafts, judged, exact in rows:
             tokens, finish = self._cut(row, [*drafts[:k], next_token], eos_ids)
             origins: list[Origin] = ["judge" if by_judge else "draft" for by_judge in judged[:k]]
             origins = [*origins, "target"][: len(tokens)]
             judged_tokens = outcome.judged_tokens(row, len(tokens)) if "judge" in origins else ()
             number, gamma = int(self.index[row]), int(self.gamma[row])
-            emissions.append(Emission(number, tuple(tokens), tuple(origins), finish, judged_tokens, gamma))
+            guarded = (exact & (1 << len(tokens)) - 1).bit_count() if exact else 0
+            emissions.append(Emission(number, tuple(tokens), tuple(origins), finish, judged_tokens, gamma, guarded))
         return tuple(emissions)
 
     def _cut(self, row: int, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:

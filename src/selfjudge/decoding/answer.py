@@ -28,6 +28,7 @@ class Answer:
     shown: int = 0  # characters of the text that were streamed
     cycles: int = 0
     drafted: int = 0  # draft tokens of all cycles
+    guarded: int = 0  # tokens that a guard left to exact verification
     gamma: int = 0  # draft tokens of the latest cycle
     fixed_gamma: int | None = None  # γ where it is the same for the whole answer
     cost: float = 0.0  # seconds of all cycles by the table of costs; 0 where γ was fixed
@@ -50,6 +51,7 @@ class Answer:
             self.fixed_gamma = emission.gamma
             self.gamma = min(self.gamma, emission.gamma)
         self.drafted += self.gamma
+        self.guarded += emission.guarded
         for phase, spent in step.seconds.items():
             self.seconds[phase] += spent
         if step.cycle > 0:
@@ -120,6 +122,7 @@ class Answer:
             drafted=self.drafted,
             gamma=self.fixed_gamma,
             speed_over_plain=self.plain_cost / self.cost if self.cost else None,
+            guarded_tokens=self.guarded,
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfjudge.decoding.guards import GuardedBlock
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
 from selfjudge.engine.base import Output
@@ -27,8 +28,8 @@ from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
 Limits = Sequence[int] | NDArray[np.int64] | Tensor
 """[B] how many drafts of each row are verified."""
-SPENT, ROW_STATE = 0, 1
-"""Columns of the state of rows, and their number: what an answer has spent of its budget (`Block.spent`)."""
+GUARDS, SPENT, ROW_STATE = slice(2), 2, 3
+"""Columns of the state of rows, and their number: that of `Guards.begin`, and `Block.spent`."""
 CAPTURED_CYCLES = 192  # maximum cycles that an engine keeps: seven sizes of a batch, each with some γ and rules
 
 
@@ -38,21 +39,32 @@ class Packed:
 
     table: Tensor
     """[B, 3+2γ], traced [B, 3+6γ]: n accepted, next token, non-finite; γ each of drafts, judged, parts of `_trace`.
+    Of a guarded cycle one column more, `GuardedBlock.bits`, before the drafts.
     Of a cycle that shares its tokens [B, 4+3γ]: the limit of each row at the end, after the bits of q [B, γ]."""
     drafted: int
     """γ: draft tokens of each row."""
     traced: bool
     shared: bool = False
+    guarded: bool = False
 
     @classmethod
-    def pack(cls, block: Block, verdict: Verdict, *, traced: bool = False, q: Tensor | None = None) -> Packed:
+    def pack(
+        cls,
+        block: Block,
+        verdict: Verdict,
+        *,
+        traced: bool = False,
+        q: Tensor | None = None,
+        guarded: GuardedBlock | None = None,
+    ) -> Packed:
         n, next_token = verdict.n_accepted[:, None], verdict.next_token[:, None]
         head = [n, next_token, verdict.non_finite.long().expand_as(n)]
+        head += [] if guarded is None else [guarded.bits[:, None]]
         parts = [block.draft_tokens, verdict.judged.long(), *(_trace(block, verdict) if traced else ())]
         if q is not None:
             assert block.limits is not None
             parts += [q.view(torch.int32).long(), block.limits[:, None]]
-        return cls(torch.cat(head + parts, 1), block.gamma, traced, q is not None)
+        return cls(torch.cat(head + parts, 1), block.gamma, traced, q is not None, guarded is not None)
 
     def unpack(self) -> CycleOutcome:
         """The columns of a table that has reached the host."""
@@ -61,9 +73,10 @@ class Packed:
         if self.shared:
             q = table[:, -1 - self.drafted : -1].astype(np.int32).view(np.float32)
             shared, table = SharedLimits(q.astype(np.float64), table[:, -1]), table[:, : -1 - self.drafted]
-        parts = table[:, 3:].reshape(len(table), 6 if self.traced else 2, self.drafted)
+        guarded = table[:, 3] if self.guarded else np.zeros(len(table), np.int64)
+        parts = table[:, 3 + self.guarded :].reshape(len(table), 6 if self.traced else 2, self.drafted)
         trace = parts[:, 2:] if self.traced else None
-        return CycleOutcome(table[:, 0], table[:, 1], table[:, 2], parts[:, 0], parts[:, 1], trace, shared)
+        return CycleOutcome(table[:, 0], table[:, 1], table[:, 2], parts[:, 0], parts[:, 1], trace, shared, guarded)
 
 
 class SharedLimits(NamedTuple):
@@ -93,6 +106,8 @@ class CycleOutcome:
     """[B, 4, γ] the four parts of `_trace`."""
     shared: SharedLimits | None = None
     """Of a cycle that shares its tokens."""
+    guarded: NDArray[Any] | None = None
+    """[B] `GuardedBlock.bits`."""
 
     def judged_tokens(self, row: int, tokens: int) -> tuple[JudgedToken, ...]:
         """The judged ones among the first `tokens` tokens of a row; none without a trace."""
@@ -149,7 +164,7 @@ class Cycle:
         self.size = size if isinstance(size, CycleSize) else CycleSize(size)
         gamma, tokens, _ = self.size
         self.target, self.draft = engines.target, engines.draft
-        self.rule, self.gamma, self.trace = rule, gamma, trace
+        self.rule, self.gamma, self.trace, self.guards = rule, gamma, trace, rule.guards
         self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
         """Decides whether to draft on; its argument computes the probabilities [B] of the newest drafts."""
         self.last = first[:, None].clone()
@@ -172,6 +187,7 @@ class Cycle:
         self.draft_logits: Tensor | None = None
         self.output: Output | None = None
         self.block: Block | None = None
+        self.guarded: GuardedBlock | None = None
         self.packed: Packed | None = None
 
     @torch.no_grad()
@@ -217,7 +233,7 @@ class Cycle:
         """Let a static engine capture the phases; `state` stays as it is."""
         self.captured = self.target.capture(self._phases(), self.state())
         # not read after a capture: later captures reuse this memory, most of the total for large batches
-        self.draft_logits = self.output = self.block = None
+        self.draft_logits = self.output = self.block = self.guarded = None
 
     def limit(self, limits: Limits) -> None:
         """Verify only the first limits[b] drafts of each row in this cycle. Unless the engine is static, `draft_on` may
@@ -280,9 +296,12 @@ class Cycle:
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
         argmax = argmax_checked(output.logits) if output.argmax is None else output.argmax
+        if self.guards is not None:
+            self.guarded = GuardedBlock(self.guards, self.row_state[:, GUARDS], self.drafts)
         self.block = Block(
             self.drafts, output.logits, output.hidden, self.draft_logits, uniforms,
             argmax=argmax, limits=limits, spent=self.row_state[:, SPENT],
+            exact_only=None if self.guarded is None else self.guarded.exact[:, :-1],
         )  # fmt: skip
 
     def _limits(self) -> Tensor | None:
@@ -313,9 +332,11 @@ class Cycle:
         self.last.copy_(verdict.next_token[:, None])
         if verdict.spent is not None:
             self.row_state[:, SPENT] = verdict.spent
+        if self.guarded is not None:
+            self.row_state[:, GUARDS] = self.guarded.advance(verdict.n_accepted, verdict.next_token)
         if self.draft is not None:
             self.draft.accept(self.drafts, verdict, self.output.features)
-        self.packed = Packed.pack(self.block, verdict, traced=self.trace, q=self.q)
+        self.packed = Packed.pack(self.block, verdict, traced=self.trace, q=self.q, guarded=self.guarded)
 
 
 def find_cycle(

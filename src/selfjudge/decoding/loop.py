@@ -25,6 +25,7 @@ from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, che
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import (
+    GUARDS,
     ROW_STATE,
     Cycle,
     CycleSize,
@@ -42,6 +43,7 @@ from selfjudge.decoding.gamma import (
     PairStatistics,
     RequestGamma,
 )
+from selfjudge.decoding.guards import GuardedBlock
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
@@ -309,6 +311,10 @@ class _LiveBatch:
             verdict = self.rule(block)
         first = torch.cat([verdict.next_token, verdict.next_token.new_zeros(idle)])
         state = first.new_zeros((len(first), ROW_STATE), dtype=torch.float32)
+        if (guards := self.rule.guards) is not None:
+            begun = guards.begin((request.structured for request in group.requests), group.device)
+            entering = GuardedBlock(guards, begun, none)
+            state[: len(group), GUARDS] = entering.advance(verdict.n_accepted, verdict.next_token)
         if self.engines.draft is not None:
             self.engines.draft.enter(first)
         if self.cycle is None:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from selfjudge.decoding import rules, rules_baselines as baselines
+from selfjudge.decoding.guards import STRICT_CODE, STRICT_START, structure_of
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, unknown
@@ -32,8 +33,10 @@ RULES: dict[str, type[AcceptanceRule]] = {
     )
 }  # fmt: skip
 
-CONTEXT = ("judge", "base", "sampling", "special")
+CONTEXT = ("judge", "base", "sampling", "special", "structure")
 """Fields of rules that the caller fills in: a rule's text cannot give them."""
+STRICT: dict[str, Any] = {"strict_start": STRICT_START, "strict_code": STRICT_CODE}
+"""Options that all relaxed rules have, and what they are where somebody decodes for a pair and names none."""
 _BOOLS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
@@ -78,6 +81,12 @@ class RuleRequest:
         maximum=MAX_GAMMA,
         word="auto",
     )
+    strict_start: int | None = setting(
+        None, f"First tokens of an answer that relaxed rules verify exactly, {STRICT_START} by default.", minimum=0
+    )
+    strict_code: bool | None = setting(
+        None, "Verify code, JSON, tables and tool calls exactly under relaxed rules, as they do by default."
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.theta, str):
@@ -94,9 +103,10 @@ class RuleRequest:
             raise self._without_judge()
         if "price" in self._given and not _takes(self.kind, "price"):
             raise SelfJudgeError(f"rule {self.kind.name!r} has no price: `price` goes with rule margin or judged")
-        for name, said in (("theta", "a threshold"), ("price", "a price")):
-            if name in self._given and name in self.options:
-                others = "`theta` and `quality`" if name == "theta" else "`price`"
+        named = (("theta", "a threshold"), ("price", "a price"), *((name, name) for name in STRICT))
+        for name, said in named:
+            if name in {**self._given, **self._strict} and name in self.options:
+                others = "`theta` and `quality`" if name == "theta" else f"`{name}`"
                 raise SelfJudgeError(f"{self.rule} names {said} already: leave out {others}")
 
     @property
@@ -108,7 +118,7 @@ class RuleRequest:
 
     def __str__(self) -> str:
         """The text of a rule that means the same, such as `judged:theta=q0.9`."""
-        return with_options(self.text, **self._given)
+        return with_options(self.text, **self._given, **self._strict)
 
     @property
     def kind(self) -> type[AcceptanceRule]:
@@ -136,9 +146,15 @@ class RuleRequest:
         return {name: value for name, value in (("theta", theta), ("price", self.price)) if value is not None}
 
     @property
+    def _strict(self) -> dict[str, Any]:
+        """The guards that fields give; none for a lossless rule, which has nothing to guard."""
+        given = {name: getattr(self, name) for name in STRICT if not self.kind.lossless}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def _values(self) -> dict[str, Any]:
         """All options that are given, in the rule's text or as a field."""
-        return {**self.options, **self._given}
+        return {**self.options, **self._given, **self._strict}
 
     def _without_judge(self) -> SelfJudgeError:
         return SelfJudgeError(
@@ -157,11 +173,12 @@ class RuleRequest:
         θ, quality or price without a rule apply to the own rule, or to judged if that is lossless. A judged rule
         without them takes the own θ or quality, never the own price.
         """
-        gamma = own.gamma if self.gamma is None else self.gamma
+        names = ("gamma", *(name for name in STRICT if name not in self.options))
+        mine = {name: getattr(own if getattr(self, name) is None else self, name) for name in names}
         if self.is_open:
-            return replace(own, gamma=gamma)
+            return replace(own, **mine)
         rule = own.text if self.rule is None and not own.kind.lossless else self.rule
-        request = replace(self, rule=rule, gamma=gamma)
+        request = replace(self, rule=rule, **mine)
         if request.needs_judge and {"theta", "price"}.isdisjoint(request._values):
             return replace(request, theta=own.theta, quality=own.quality)
         return request
@@ -175,8 +192,12 @@ class RuleRequest:
         pair: Pair | tuple[int, ...] = (),
         judge: Judge | JudgeConfig | None = None,
         sampling: Sampling | None = None,
+        *,
+        bare: bool = False,
     ) -> AcceptanceRule:
         """The rule for a pair, or for its special token ids.
+
+        For a pair, relaxed rules have the guards of STRICT unless the request names others, or `bare` asks for none.
 
         A rule that needs a judge gets the one of the request, else `judge`, else the one that ships for the pair. A
         `JudgeConfig` in its place gives a rule to check, not to decode with, and needs no torch.
@@ -190,9 +211,13 @@ class RuleRequest:
             )
         if judge is not None and "price" not in values:
             values["theta"] = request.threshold(judge)
-        special = pair if isinstance(pair, tuple) else pair.special_ids
+        special, structure = pair, None
+        if not isinstance(pair, tuple):
+            values = {**({} if bare or kind.lossless else STRICT), **values}
+            special, structure = pair.special_ids, structure_of(pair.tokenizer) if values.get("strict_code") else None
         build = _build if isinstance(judge, JudgeConfig) else _build_once
-        rule = build(kind.name, tuple(sorted(values.items())), special=special, sampling=sampling, judge=judge)
+        context = {"special": special, "sampling": sampling, "judge": judge, "structure": structure}
+        rule = build(kind.name, tuple(sorted(values.items())), **context)
         if isinstance(self.gamma, int):
             rule.check(self.gamma)
         return rule
@@ -260,8 +285,9 @@ def _takes(kind: type[AcceptanceRule], field: str) -> bool:
 
 def rule_options(kind: type[AcceptanceRule]) -> dict[str, object]:
     """The options that a rule's text may give, with their defaults."""
-    names = {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name not in CONTEXT}
-    return names | kind.defaults
+    hidden = (*CONTEXT, *STRICT)
+    names = {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name not in hidden}
+    return names | kind.defaults | ({} if kind.lossless else STRICT)
 
 
 def rule_text(rule: AcceptanceRule, *without: str) -> str:
@@ -285,13 +311,14 @@ def _parse(text: str) -> tuple[type[AcceptanceRule], Mapping[str, Any]]:
     if name not in RULES:
         raise unknown("rule", name, RULES)
     known = rule_options(RULES[name])
+    in_order = [option for option in known if option not in STRICT]
     values: dict[str, Any] = {}
     for index, part in enumerate(filter(None, listed.split(","))):
         key, named, value = part.partition("=")
         if not named:
-            if index >= len(known):
-                raise SelfJudgeError(f"rule {name!r} takes at most {len(known)} values, got {listed!r}")
-            key, value = list(known)[index], part
+            if index >= len(in_order):
+                raise SelfJudgeError(f"rule {name!r} takes at most {len(in_order)} values, got {listed!r}")
+            key, value = in_order[index], part
         if key not in known:
             raise SelfJudgeError(f"rule {name!r} has no option {key!r}; it has: {', '.join(known) or 'none'}")
         values[key] = _convert(name, key, value, known[key])

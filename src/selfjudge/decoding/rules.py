@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from selfjudge.decoding.guards import Guards, StructureTable
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.ops import argmax_checked, replace_non_finite, worth_taking
@@ -56,6 +57,11 @@ class AcceptanceRule:
     theta: ClassVar[float | None] = None
     defaults: ClassVar[dict[str, object]] = {}
     """Defaults of options whose field says None because they exclude others."""
+
+    strict_start: int | None = setting(None, "First tokens verified exactly", minimum=0, kw_only=True)
+    strict_code: bool | None = field(default=None, kw_only=True)
+    """Whether code and structure are verified exactly (`guards.py`): by `structure`, which whoever decodes gives."""
+    structure: StructureTable | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         check_settings(self, f"{self.name}: ")
@@ -108,6 +114,12 @@ class AcceptanceRule:
             f"{self.name} with window {n} needs `gamma` > {n}, not {gamma}: no mismatch could be confirmed",
         )
 
+    @property
+    def guards(self) -> Guards | None:
+        """The guards of whole answers; a rule object has none unless it is given some."""
+        structure = self.structure if self.strict_code else None
+        return Guards(self.strict_start or 0, structure) if self.strict_start or structure else None
+
     def guarded(self) -> tuple[int, ...]:
         """Token ids at which alignment alone decides."""
         return getattr(self, "special", ()) if getattr(self, "guard", False) else ()
@@ -141,9 +153,9 @@ class AcceptanceRule:
         by the rule. It is `aligned` itself if alignment decides the whole block."""
         if block.scores is None and self.settled(block):
             return aligned
-        alignment_only = unusable
+        alignment_only = unusable if block.exact_only is None else unusable | block.exact_only
         if ids := self.guarded():
-            alignment_only = unusable | _is_in(block.draft_tokens, ids) | _is_in(choice, ids)
+            alignment_only = alignment_only | _is_in(block.draft_tokens, ids) | _is_in(choice, ids)
         if self.price is not None:
             harm = self.harm(block, logits).masked_fill(alignment_only, math.inf)  # no walk passes a mismatch there
             return torch.where(alignment_only, aligned, aligned | worth_taking(harm, aligned, self.price))

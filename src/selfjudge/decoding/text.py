@@ -14,6 +14,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
+from selfjudge.decoding.guards import asks_for_structure, structure_of
 from selfjudge.decoding.loop import decode, find_statistics, measure_costs
 from selfjudge.decoding.prefill import Prefill
 from selfjudge.decoding.rule_parser import resolve_rule
@@ -37,6 +38,10 @@ class DecodingOptions(TypedDict, total=False):
     """Instead of `theta`: the share of bad substitutions that the judge must reject."""
     price: float | None
     """Instead of a threshold, for the rules margin and judged: the price of a token in the unit of harm."""
+    strict_start: int | None
+    """First tokens of an answer that relaxed rules verify exactly (default 16)."""
+    strict_code: bool | None
+    """Whether relaxed rules verify code, JSON, tables and tool calls exactly (default True)."""
     sampling: Sampling | None
     """Temperature and filters, for the rules sampling and judged."""
     gamma: Gamma | None
@@ -126,7 +131,8 @@ def stream(
     ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", None)
     answer = Answer(pair.tokenizer, stop, len(ids))
     decoding = _Decoding(pair, rule, seeded=seed is not None, **cast("DecodingOptions", options))
-    return Stream(answer, decoding.steps([Request(ids, limit, row_seed(seed or 0, 0))], {0: answer}))
+    request = decoding.examine(Request(ids, limit, row_seed(seed or 0, 0)))
+    return Stream(answer, decoding.steps([request], {0: answer}))
 
 
 @dataclass
@@ -180,7 +186,7 @@ class Batch:
     ) -> Answer:
         """Answer a prompt of token ids from the next step on."""
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed)
-        self._queue.put(Request(prompt, max_new_tokens, row_seed(seed, 0)))
+        self._queue.put(self._decoding.examine(Request(prompt, max_new_tokens, row_seed(seed, 0))))
         self._answers[self._next] = answer
         self._next += 1
         return answer
@@ -271,8 +277,16 @@ class _Decoding:
                     return done == len(left)
         return True
 
+    def examine(self, request: Request) -> Request:
+        """The request, and whether its prompt asks for structure where the rule wants to know."""
+        if (guards := self.rule.guards) is None or guards.structure is None:
+            return request
+        text = str(self.pair.tokenizer.decode(request.prompt))
+        return request._replace(structured=request.structured or asks_for_structure(text))
+
     def answer(self, requests: Sequence[Request], batch: int, stop: Sequence[str]) -> list[Generation]:
         """Answer all requests, `batch` at a time; in the order given."""
+        requests = [self.examine(request) for request in requests]
         lengths = [len(request.prompt) for request in requests]
         by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # similar lengths together: little padding
         results: dict[int, Generation] = {}
@@ -335,13 +349,18 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
 
 
 def _guard(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
-    """Give the pair's special tokens to a guarded rule that has none. The result is the same object every time, because
-    engines find the graphs captured for a rule by its identity."""
-    if not getattr(rule, "guard", False) or rule.guarded():
+    """Give a rule object what its guards need of the pair and it does not have: special tokens, and what tokens do to
+    the structure of a text. The result is the same object every time, because engines find the graphs captured for a
+    rule by its identity."""
+    lacking: dict[str, Any] = {}
+    if getattr(rule, "guard", False) and not rule.guarded():
+        lacking["special"] = pair.special_ids
+    if rule.strict_code and rule.structure is None:
+        lacking["structure"] = structure_of(pair.tokenizer)
+    if not lacking:
         return rule
-    special = pair.special_ids
-    make = partial(dataclasses.replace, rule, special=special)
-    return pair.target_model.keep(("guarded rule", rule, special), make)
+    make = partial(dataclasses.replace, rule, **lacking)
+    return pair.target_model.keep(("guarded rule", rule, *lacking.values()), make)
 
 
 def row_seed(seed: int, row: int) -> int:

@@ -17,6 +17,7 @@ from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
+    from selfjudge.models.pair import Pair
 
 NULL = "null"
 Judges = Mapping[str, "Judge"]
@@ -142,17 +143,18 @@ class RuleRun:
 
 
 def plan_runs(
-    rules: Sequence[str | AcceptanceRule], gammas: Sequence[int], judges: Judges, special: tuple[int, ...]
+    rules: Sequence[str | AcceptanceRule], gammas: Sequence[int], judges: Judges, pair: Pair | tuple[int, ...]
 ) -> list[RuleRun]:
     """Runs of rules such as `exact`, `topk:2`, `judged:F@mine`, or of rule objects.
 
     A judged rule that names no judge runs once with each. `exact` comes first: the others are compared with it.
-    `null` is `exact` once more, in batches of another size.
+    `null` is `exact` once more, in batches of another size. Rules have the guards that their text names and no others:
+    `margin:1,strict_start=16,strict_code=on`.
     """
     variants: dict[str, tuple[AcceptanceRule, str | None]] = {}
     for rule in sorted(rules, key=lambda rule: not (rule == "exact" or isinstance(rule, Exact))):
         if not isinstance(rule, AcceptanceRule):
-            variants |= _resolve(rule, judges, special)
+            variants |= _resolve(rule, judges, pair)
         elif (name := rule_text(rule)) in variants:
             raise SelfJudgeError(f"two rules are called {name}: give them different names, or judges by `judges`")
         else:
@@ -163,7 +165,7 @@ def plan_runs(
     return [RuleRun(name, gamma, resolved, judge) for gamma in gammas for name, (resolved, judge) in variants.items()]
 
 
-def _resolve(spec: str, judges: Judges, special: tuple[int, ...]) -> dict[str, tuple[AcceptanceRule, str | None]]:
+def _resolve(spec: str, judges: Judges, pair: Pair | tuple[int, ...]) -> dict[str, tuple[AcceptanceRule, str | None]]:
     """The rules that a text stands for, by name, each with the name of its judge."""
     if spec == NULL:
         return {NULL: (EXACT, None)}
@@ -172,13 +174,13 @@ def _resolve(spec: str, judges: Judges, special: tuple[int, ...]) -> dict[str, t
     if not request.needs_judge:
         if wanted:
             raise SelfJudgeError(f"rule {text!r} does not use a judge: leave out @{wanted}")
-        return {spec: (request.resolve(special), None)}
+        return {spec: (request.resolve(pair, bare=True), None)}
     if not judges:
         raise SelfJudgeError(f"rule {spec!r} needs a judge: give `judge`, such as mine=FOLDER")
     if wanted and wanted not in judges:
         raise SelfJudgeError(f"rule {spec!r} names an unknown judge; judges are: {', '.join(judges)}")
     names = [wanted] if wanted else list(judges)
-    return {f"{text}@{name}": (request.resolve(special, judges[name]), name) for name in names}
+    return {f"{text}@{name}": (request.resolve(pair, judges[name], bare=True), name) for name in names}
 
 
 def needs_judge(spec: str) -> bool:

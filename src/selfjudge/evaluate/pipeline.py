@@ -57,7 +57,7 @@ def evaluate_rules(
     )
     if judges is None:
         judges = {"shipped": pair.judge} if pair.judge is not None else {}
-    runs = plan_runs(config.choose_rules(bool(judges)), config.gammas, judges, pair.special_ids)
+    runs = plan_runs(config.choose_rules(bool(judges)), config.gammas, judges, pair)
     out = Path(out)
     entails, nli = _load_entailment(pair, out, tasks, config.nli, warn)
     evaluation = Evaluation(pair, answerer, out, replace(config, nli=nli), entails)

@@ -59,7 +59,7 @@ class SelfJudgeLM(HFLM):
     def _resolve(self, sampling: Sampling | None) -> AcceptanceRule:
         """The rule; with a temperature `sampling` takes the place of `exact`."""
         request = replace(self.request, rule=None) if self.request.kind is Exact else self.request
-        return request.resolve(self.pair, sampling=sampling)
+        return request.resolve(self.pair, sampling=sampling, bare=True)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts up to a stop string or the limit; requests with the same options are decoded together."""

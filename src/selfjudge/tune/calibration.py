@@ -353,7 +353,7 @@ class TuneJob:
     def plan(self, rule: str, gamma: int) -> RuleRun:
         """The run of a rule at a γ; refused if the two do not fit."""
         judges = {} if self.judge is None else {JUDGE_NAME: self.judge}
-        return plan_runs([rule], [gamma], judges, self.pair.special_ids)[0]
+        return plan_runs([rule], [gamma], judges, self.pair)[0]
 
     def split_by_gamma(self, gamma: int) -> tuple[Families, list[RefusedRule]]:
         """The families that are tested at this γ, and the rules that do not work with it."""

@@ -212,6 +212,7 @@ class Completion:
             "cycles": result.cycles,
             "mean_accepted_length": result.mean_accepted_length,
             "judged_share": result.judged_share,
+            "guarded_tokens": result.guarded_tokens,
             "tokens_per_second": len(result.tokens) / seconds if seconds else None,
             "speed_over_plain": result.speed_over_plain,
             "busy": self.job.load.describe(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, STRICT, RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch
@@ -44,7 +44,8 @@ class BatchKey:
 
     def as_json(self) -> dict[str, Any]:
         rule = self.rule
-        return {"rule": self.request.text, "theta": rule.theta, "price": rule.price, "gamma": self.gamma}
+        strict = {name: getattr(rule, name) for name in STRICT}
+        return {"rule": self.request.text, "theta": rule.theta, "price": rule.price, "gamma": self.gamma, **strict}
 
 
 @dataclass
@@ -56,9 +57,6 @@ class Rules:
     own: RuleRequest
     refuted: bool = False
     """Whether requests that name nothing are decoded exactly, since the certificate of the server's rule is refuted."""
-
-    def __post_init__(self) -> None:
-        self.special = self.pair.special_ids
 
     def choose(
         self,
@@ -81,7 +79,7 @@ class Rules:
         if request.kind.lossless:
             request = replace(request, rule=None)  # `exact` or `sampling`, depending on the temperature
         request = request.named(sampling)
-        rule = request.resolve(self.special, self.judge, sampling)
+        rule = request.resolve(self.pair, self.judge, sampling)
         gamma = self._gamma(request.gamma, fixed=seeded and sampling is not None)
         if isinstance(gamma, int):
             rule.check(gamma)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.rule_parser import STRICT, RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import EMPTY_PROMPT
 from selfjudge.integrations.server.config import ServerConfig
@@ -64,12 +64,15 @@ class SelfJudgeOptions(Strict):
     quality: float | None = None
     price: float | None = None
     gamma: int | Literal["auto"] | None = None
+    strict_start: int | None = None
+    strict_code: bool | None = None
     off: bool = False
     judged_tokens: bool = False  # whether the answer lists the tokens that were accepted against the target's choice
     tokens: bool = False  # whether a stream says of every token where it comes from
 
     def rule_request(self) -> RuleRequest:
-        return RuleRequest(self.rule, None, self.theta, self.quality, self.price, self.gamma)
+        names = ("rule", "theta", "quality", "price", "gamma", *STRICT)
+        return RuleRequest(**{name: getattr(self, name) for name in names})
 
 
 class StreamOptions(Strict):

@@ -1,0 +1,171 @@
+"""Guards of relaxed rules: where alignment alone decides, by what an answer is about and by how far it is.
+
+The first tokens of an answer are verified exactly (`strict_start`): what a model refuses is decided there. So are code,
+JSON, tables and tool calls (`strict_code`): in whole answers whose prompt asks for them, elsewhere by the text so far.
+That is a state machine over characters, and a table says what each token does to each state. So a block is followed on
+the device, token by token, and a fence that opens in it counts from the next token on. Rows are independent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from selfjudge.types import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
+
+STRICT_START, STRICT_CODE = 16, True
+"""The guards of relaxed rules where nobody names others."""
+
+(LINE, TEXT, TICK, TICKS, CODE_LINE, CODE, CODE_TICK, CODE_TICKS, REST, BRACKET, JSON, JSON_LINE, ALWAYS) = range(13)
+"""States: at the start of a line, and within; one and two backticks; the same four inside a fence; the rest of a line
+that is a table's, a tag's or a closing fence's; after `[`; in JSON, and at the start of its lines; all of an answer."""
+STATES = 13
+EXACT_STATES = (CODE_LINE, CODE, CODE_TICK, CODE_TICKS, REST, JSON, JSON_LINE, ALWAYS)
+_CLASSES = ("\n", " \t\r", "`", "|<", "{", "[", '}]",-0123456789')  # kinds of characters; the last kind is all others
+_NEWLINE, _SPACE, _TICK, _BAR, _BRACE, _SQUARE, _DATA, _OTHER = range(8)
+_PIECES = str.maketrans("ĠĊĉč▁", " \n\t\r ")  # how byte-level and sentencepiece vocabularies write white space
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+_SHOWN = (
+    r"```|#include|<tool|\"(type|name)\": ?\"|\bassert \w+\(|(?-i:\bSELECT\b.{1,200}\bFROM\b)"
+    r"|^\s*(def|class) \w+.*:\s*$|^\s*import \w+"
+)
+_VERBS = "write|writing|implement|create|complete|fix|debug|refactor|develop|design|generate|provide|give|show"
+_CODE = "code|function|program|script|class|method|query|regex|regular expression|algorithm|unit tests?|snippet"
+_WAYS = "in|as|into|to|return|output|using|with|valid|an?|the following|write|generate|create"
+_FORMATS = r"json|yaml|xml|csv|html|css|sql|table|python|javascript|java|c\+\+|rust|bash"
+_PROMPTS = re.compile(
+    rf"{_SHOWN}|\b({_VERBS})\b[^.?!\n]{{0,60}}\b({_CODE})\b|\b({_WAYS})\b[^.?!\n]{{0,24}}\b({_FORMATS})(?!\w)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def asks_for_structure(prompt: str) -> bool:
+    """Whether a prompt asks for code, JSON, tables or tool calls, or shows some."""
+    return _PROMPTS.search(prompt) is not None
+
+
+def _step(state: int, kind: int) -> int:
+    """The state after one character."""
+    if state == ALWAYS:
+        return ALWAYS
+    if kind == _NEWLINE:
+        lines = {JSON: JSON_LINE, BRACKET: JSON_LINE}
+        return CODE_LINE if CODE_LINE <= state <= CODE_TICKS else lines.get(state, LINE)
+    if kind == _TICK and state not in (CODE, REST, JSON):
+        ticks = {TICK: TICKS, TICKS: CODE, CODE_LINE: CODE_TICK, CODE_TICK: CODE_TICKS, CODE_TICKS: REST}
+        return ticks.get(state, TICK)
+    if kind == _SPACE and state in (LINE, CODE_LINE, JSON_LINE):
+        return state
+    if CODE_LINE <= state <= CODE_TICKS:
+        return CODE
+    if state == BRACKET:
+        return JSON if kind in (_BRACE, _SQUARE, _DATA) else TEXT
+    if state == JSON_LINE and kind in (_BRACE, _SQUARE, _DATA):
+        return JSON
+    if state in (LINE, JSON_LINE):
+        return {_BAR: REST, _BRACE: JSON, _SQUARE: BRACKET}.get(kind, TEXT)
+    return state if state in (REST, JSON) else TEXT
+
+
+class StructureTable:
+    """What every token of a vocabulary does to every state."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        """`pieces` are the texts of the tokens."""
+        kinds = {character: kind for kind, members in enumerate(_CLASSES) for character in members}
+        steps = np.array([[_step(state, kind) for state in range(STATES)] for kind in range(len(_CLASSES) + 1)])
+        self.after: NDArray[np.uint8] = np.tile(np.arange(STATES, dtype=np.uint8), (len(pieces), 1))
+        """[V, STATES]"""
+        spelled = [[kinds.get(character, _OTHER) for character in piece] for piece in pieces]
+        order = sorted(range(len(pieces)), key=lambda i: -len(spelled[i]))  # the longest first
+        lengths = np.array([len(spelled[i]) for i in order])
+        for at in range(int(lengths[0]) if len(order) else 0):
+            rows = order[: int((lengths > at).sum())]
+            kind = np.array([spelled[i][at] for i in rows])
+            self.after[rows] = steps[kind[:, None], self.after[rows]]
+        self._devices: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return "StructureTable()"  # part of the identity of runs
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The table [V, STATES], and which states are exact [STATES]; the same tensors every time."""
+        if device not in self._devices:
+            exact = torch.zeros(STATES, dtype=torch.bool)
+            exact[list(EXACT_STATES)] = True
+            self._devices[device] = torch.from_numpy(self.after).to(device), exact.to(device)
+        return self._devices[device]
+
+    def follow(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """[B], [B, γ] → [B, γ+1] the state before each token, and after the last."""
+        table, _ = self.on(tokens.device)
+        steps, gap = table[tokens.clamp(0, len(table) - 1)].long(), 1  # [B, γ, STATES], each a function of the state
+        while gap < tokens.shape[1]:  # compose each with the one before it, then with the two before, the four, …
+            steps = torch.cat([steps[:, :gap], steps[:, gap:].gather(-1, steps[:, :-gap])], 1)
+            gap *= 2
+        after = steps.gather(-1, state[:, None, None].expand(-1, tokens.shape[1], 1)).squeeze(-1)
+        return torch.cat([state[:, None], after], 1)
+
+
+@lru_cache(8)  # a few tokenizers; rules with the same table are the same rule
+def structure_of(tokenizer: Any) -> StructureTable:
+    """The table of a tokenizer's vocabulary."""
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    texts = (_BYTE.sub(lambda m: chr(int(m[1], 16)), piece or "x").translate(_PIECES) for piece in pieces)
+    return StructureTable(list(texts))
+
+
+class GuardedBlock:
+    """The guards over one block."""
+
+    def __init__(self, guards: Guards, state: Tensor, drafts: Tensor) -> None:
+        """`state` [B, 2] of the rows, drafts [B, γ]."""
+        self.guards, at = guards, torch.arange(drafts.shape[1] + 1, device=drafts.device)
+        self.left = state[:, 1].long()
+        self.exact = at < self.left[:, None]
+        """[B, γ+1] where alignment alone decides; the last column is the token after the block."""
+        self.states = state[:, :1].long().expand(-1, len(at))
+        if guards.structure is not None:
+            self.states = guards.structure.follow(self.states[:, 0], drafts)
+            inside = guards.structure.on(drafts.device)[1][self.states]
+            # a draft that would begin structure is not accepted against the target either
+            self.exact = self.exact | inside | torch.nn.functional.pad(inside[:, 1:], (0, 1))
+
+    @property
+    def bits(self) -> Tensor:
+        """[B] the columns of `exact` as the bits of a number, the first as the lowest."""
+        return (self.exact.long() << torch.arange(self.exact.shape[1], device=self.exact.device)).sum(1)
+
+    def advance(self, n: Tensor, next_token: Tensor) -> Tensor:
+        """[B, 2] the state after n accepted drafts and the target's token."""
+        state = self.states.gather(1, n[:, None]).squeeze(1)
+        if self.guards.structure is not None:
+            state = self.guards.structure.follow(state, next_token[:, None])[:, 1]
+        return torch.stack([state, (self.left - n - 1).clamp_min(0)], 1).float()
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Where alignment alone decides under a relaxed rule."""
+
+    strict_start: int = 0
+    structure: StructureTable | None = None
+
+    def begin(self, structured: Iterable[bool], device: torch.device) -> Tensor:
+        """[B, 2] the state of answers that begin: that of the text, and the tokens that are left of the strict start.
+        `structured` says whose prompts ask for structure."""
+        begun = [[ALWAYS if asked and self.structure else LINE, self.strict_start] for asked in structured]
+        return torch.tensor(begun, dtype=torch.float32, device=device).reshape(-1, 2)
