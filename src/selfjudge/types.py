@@ -85,14 +85,13 @@ def setting(
     above: float | None = None,
     choices: Sequence[str] = (),
     word: str | None = None,
-    kw_only: bool = False,
 ) -> Any:
     """A field of a config: default, meaning and range, declared once for Python and for the command line.
 
     `word` may stand in place of a whole number.
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "choices": tuple(choices), "word": word}
-    return field(default=default, metadata={"help": help, **limits}, kw_only=kw_only)
+    return field(default=default, metadata={"help": help, **limits})
 
 
 def check_settings(config: Any, prefix: str = "") -> None:

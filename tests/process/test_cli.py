@@ -228,7 +228,7 @@ def test_label_train_and_generate_in_a_line(run, checkpoints: dict[str, str], tm
     assert "ROC-AUC" in text
     assert json.loads((tmp_path / "judge" / "config.json").read_text(encoding="utf-8"))["tau"] == float(tau)
     assert (tmp_path / "judge" / "roc.png").read_bytes().startswith(b"\x89PNG")
-    ask = ["generate", words[0], *pair, "--gamma", "3", "--max-new-tokens", "16", "--json"]
+    ask = ["generate", words[0], *pair, "--gamma", "3", "--max-new-tokens", "16", "--strict-start", "0", "--json"]
     tokens = {}
     for name, options in {
         "exact": [], "F": ["--theta", "F"], "strict": ["--quality", "1"], "loose": ["--quality", "0"], "all": ["--theta", "0"],

@@ -55,14 +55,28 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(scored: Path) -> TuneConfig:
     return TuneConfig(
-        prompts=scored, epsilon=0.3, families=("margin", "topk"), gamma=3, max_new_tokens=8, batch=5, times=False
+        prompts=scored,
+        epsilon=0.3,
+        families=("margin", "topk"),
+        gamma=3,
+        max_new_tokens=8,
+        batch=5,
+        times=False,
+        strict_start=0,
     )
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_pair: Pair, scored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = TuneConfig(
-        prompts=scored, epsilon=0.3, families=("margin", "topk"), gamma=3, max_new_tokens=8, batch=5, times=False
+        prompts=scored,
+        epsilon=0.3,
+        families=("margin", "topk"),
+        gamma=3,
+        max_new_tokens=8,
+        batch=5,
+        times=False,
+        strict_start=0,
     )
     return tune_pair(tiny_pair, tmp_path_factory.mktemp("tune") / "tuned", config).folder
 
@@ -96,7 +110,11 @@ def test_the_fastest_certified_rule_is_taken(undisturbed: Path) -> None:
     assert all(row["refuted"] for row in tried)
     best = max(tried, key=lambda row: row["speed_ci"][0])
     assert recipe.content["rule"] == best["rule"]
-    assert recipe.rule == rule_text(RuleRequest(best["rule"]).resolve())
+    served = rule_text(RuleRequest(best["rule"], strict_start=0, strict_code=True).resolve())
+    assert recipe.rule == served  # with the guards that it was certified with
+    scope = certificate["scope"]
+    assert scope["structured"][0] == 0 < scope["structured"][1] < 0.3
+    assert 0 < scope["passes_per_token"][0] < scope["passes_per_token"][1] <= 1
     assert best["speed_ci"][0] > 1
     assert best["n_used"] == 30
     assert all(row["n_used"] < 30 for row in tried if row is not best)  # ended as soon as decided

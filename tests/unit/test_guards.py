@@ -13,7 +13,7 @@ from conftest import VOCAB, tiny_model
 from fake_judge import constant_judge
 from proposals import prompts_of, requests_of
 from selfjudge import Pair, generate
-from selfjudge.decoding import guards as g, text
+from selfjudge.decoding import guards as g
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.guards import ALWAYS, EXACT_STATES, LINE, GuardedBlock, Guards, StructureTable
 from selfjudge.decoding.loop import decode
@@ -23,6 +23,8 @@ from selfjudge.decoding.rules_baselines import RegretBudget
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.vllm.guards import RequestGuards
+from selfjudge.integrations.vllm.plan import DraftRows
 from selfjudge.types import Block
 
 PIECES = ["a", " b", "\n", "```", "`", "``", "```py\n", "\n\n", "{", '"k": 1', "}", "|", " | ", "<t>", "[", "]", "{\n",
@@ -73,15 +75,18 @@ def test_tokens_do_what_their_characters_do(tokens: list[int], state: int) -> No
 
 def test_pieces_of_real_vocabularies() -> None:
     class Tokenizer:
+        all_special_ids = (5,)
+
         def __len__(self) -> int:
-            return 5
+            return 6
 
         def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
-            return ["Ċ```", "ĠĠ", "<0x0A>", "▁|", None]
+            return ["Ċ```", "ĠĠ", "<0x0A>", "▁|", None, "<|end|>"]
 
     table = g.structure_of(Tokenizer())
     after = [int(row[g.TEXT]) for row in table.after]
-    assert after == [g.CODE, g.TEXT, g.LINE, g.TEXT, g.TEXT]
+    assert after == [g.CODE, g.TEXT, g.LINE, g.TEXT, g.TEXT, g.TEXT]
+    assert table.after[5].tolist() == list(range(g.STATES))
     assert int(table.after[3][LINE]) == g.REST
 
 
@@ -233,10 +238,61 @@ def test_answers_say_how_many_tokens_a_guard_verified(tiny_pair: Pair, monkeypat
     guarded = generate(tiny_pair, "Why is the sky blue?", "margin:9", strict_code=False, **options)
     assert guarded.guarded_tokens == 15  # the first comes from the prompt's own pass
     assert "judge" not in guarded.origins[:16]
-    monkeypatch.setattr(text, "asks_for_structure", lambda prompt: True)  # this tokenizer knows no words
+    monkeypatch.setattr(
+        "selfjudge.decoding.text.asks_for_structure", lambda prompt: True
+    )  # this tokenizer knows no words
     structured = generate(tiny_pair, "Write a function that sorts a list.", "margin:9", **options)
     assert structured.guarded_tokens == len(structured.tokens) - 1
     assert structured.tokens == generate(tiny_pair, "Write a function that sorts a list.", **options).tokens
     bare = generate(tiny_pair, "Why is the sky blue?", Margin(9.0), **options)
     assert (bare.guarded_tokens, bare.origins.count("judge") > 3) == (0, True)
     assert ALWAYS in EXACT_STATES
+
+
+def test_guards_inside_vllm_are_those_of_the_loop() -> None:
+    """Blocks of three requests with unlike numbers of drafts, against the same texts followed from their beginning."""
+    tokenizer = FakeTokenizer()
+    rules = [TopK(9, strict_start=4, strict_code=True), TopK(9, strict_code=True), TopK(9)]
+    inside = RequestGuards(tokenizer, 8, torch.device("cpu"))
+    slots, prompts, random = torch.tensor([5, 0, 3]), [[0] * 4, [0] * 2, [0] * 3], torch.Generator().manual_seed(3)
+    for slot, rule, prompt in zip(slots.tolist(), rules, prompts, strict=True):
+        inside.enter(slot, rule, prompt)
+    texts = [[int(torch.randint(len(PIECES), (1,), generator=random))] for _ in rules]
+    found = 0
+    for _ in range(30):
+        sizes = torch.randint(0, 5, (3,), generator=random)
+        drafts = torch.randint(len(PIECES), (int(sizes.sum()),), generator=random)
+        newest = torch.tensor([text[-1] for text in texts])
+        positions = torch.tensor([len(prompt) + len(text) - 1 for prompt, text in zip(prompts, texts, strict=True)])
+        rows = DraftRows.of(sizes, int(sizes.sum()))
+        exact = inside.find_exact(slots, newest, positions, drafts, rows, int(sizes.max())).split(sizes.tolist())
+        emitted = []
+        for rule, text, own, marked in zip(rules, texts, drafts.split(sizes.tolist()), exact, strict=True):
+            begun = Guards(rule.strict_start or 0, g.structure_of(tokenizer) if rule.strict_code else None)
+            state = begun.begin([False], torch.device("cpu"))
+            follow = GuardedBlock(begun, state, torch.tensor([[*text, *own.tolist()]]))
+            assert marked.tolist() == follow.exact[0, len(text) : -1].tolist()
+            found += int(marked.sum())
+            n = int(torch.randint(len(own) + 1, (1,), generator=random))
+            text += [*own[:n].tolist(), int(torch.randint(len(PIECES), (1,), generator=random))]
+            emitted.append(n + 1)
+        inside.advance(torch.tensor(emitted))
+    assert found > 20
+    missed = positions + 9  # steps that nobody saw
+    exact = inside.find_exact(
+        slots, newest, missed, torch.zeros(3, dtype=torch.long), DraftRows.of(torch.ones(3).long(), 3), 1
+    )
+    assert exact.tolist() == [True, True, False]
+
+
+class FakeTokenizer:
+    all_special_ids = ()
+
+    def __len__(self) -> int:
+        return len(PIECES)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [PIECES[i] for i in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        return ""

@@ -13,7 +13,7 @@ from fake_certificate import recipe_folder
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.tune.certify import Claim, compute_log_capital, find_upper_bound
-from selfjudge.tune.monitor import FIGURES, Monitor, watch
+from selfjudge.tune.monitor import DRIFT_ROUND, FIGURES, DriftMonitor, Monitor, describe_answer, describe_scope, watch
 from selfjudge.tune.recipe import Recipe
 
 LOSSES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=40)
@@ -129,3 +129,71 @@ def test_what_is_watched_is_what_was_certified_or_what_the_calibration_showed(ti
         monitor("exact", rule="exact", certified=False)
     with pytest.raises(SelfJudgeError, match="give `recipe`"):
         watch(None)
+
+
+def beta(rng: np.random.Generator, mean: float, deviation: float, n: int) -> np.ndarray:
+    total = mean * (1 - mean) / deviation**2 - 1
+    return rng.beta(mean * total, (1 - mean) * total, n)
+
+
+def served(rng: np.random.Generator, n: int, *, asks: float, m: float, judged: float) -> dict[str, np.ndarray]:
+    """Figures of n answers, with the spread between answers that chat and code have."""
+    return {
+        "structured": (rng.random(n) < asks).astype(float),
+        "passes_per_token": beta(rng, 1 / m, 0.08, n),
+        "judged_share": beta(rng, judged, 0.03, n) if judged else np.zeros(n),
+    }
+
+
+CHAT = {"asks": 0.01, "m": 2.4, "judged": 0.04}
+SHIFTS = {
+    "code, known by its prompts, which the guard verifies exactly": {"asks": 0.95, "m": 3.0, "judged": 0.0},
+    "code that no prompt gives away": {"asks": 0.01, "m": 3.6, "judged": 0.04},
+    "one request in five asks for code": {"asks": 0.2, "m": 2.45, "judged": 0.035},
+    "more substitutions": {"asks": 0.01, "m": 2.4, "judged": 0.1},
+}
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_other_requests_are_noticed_within_500(shift: str) -> None:
+    """Calibrated on 600 chats; after 250 good requests. In 19 of 20 runs, or in all of fewer."""
+    noticed, runs = 0, 20 if shift.startswith("code") else 4
+    for seed in range(runs):
+        rng = np.random.default_rng(seed)
+        monitor = DriftMonitor(describe_scope(served(rng, 600, **CHAT), 0.05), 0.05)
+        good, other = served(rng, 250, **CHAT), served(rng, 500, **SHIFTS[shift])
+        for figures in (good, other):
+            for row in zip(*figures.values(), strict=True):
+                monitor.observe(dict(zip(figures, row, strict=True)))
+            if figures is good:
+                assert monitor.changed is None
+        noticed += monitor.changed is not None
+    assert noticed >= runs - runs // 20
+    assert "requests are unlike those of the certificate: " in monitor.verdict
+
+
+def test_requests_like_the_calibrations_are_seldom_taken_for_others() -> None:
+    """40 calibrations, each with 1,000 requests of the same kind: half of δ is what these bets and intervals may spend."""
+    delta, wrong, runs = 0.2, 0, 40
+    for seed in range(runs):
+        rng = np.random.default_rng(100 + seed)
+        scope, share = describe_scope(served(rng, 200, **CHAT), delta), delta / 8 / 3
+        live = served(rng, 1000, **CHAT)
+        wrong += any(
+            bool(refuted(bound, share, DRIFT_ROUND, values[None])[0])
+            for name, (low, high) in scope.items()
+            for bound, values in ((high, live[name]), (1 - low, 1 - live[name]))
+        )
+    assert wrong <= runs * delta / 2
+
+
+def test_the_figures_of_an_answer() -> None:
+    assert describe_answer("Write a function.", 8, 4, 2) == {
+        "structured": 1.0, "passes_per_token": 0.5, "judged_share": 0.25,
+    }  # fmt: skip
+    assert describe_answer("Why?", 0, 0, 0) == {"structured": 0.0}
+    monitor = DriftMonitor({"structured": (0.0, 0.05)}, 0.05)
+    for _ in range(60):
+        monitor.observe({"structured": 1.0, "passes_per_token": 0.1})  # a figure that was not certified is not watched
+    assert monitor.changed == "structured"
+    assert not monitor.observe({"structured": 1.0})

@@ -22,7 +22,7 @@ from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import LOG, Scheduler
 from selfjudge.integrations.vllm import shadow as middleware
 from selfjudge.models.pair import Pair
-from selfjudge.tune.monitor import WAITING, Monitor, Shadow
+from selfjudge.tune.monitor import WAITING, DriftMonitor, Monitor, Shadow
 from selfjudge.types import Generation
 
 Begin = Callable[..., Scheduler]
@@ -33,10 +33,10 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
     """Schedulers under topk:9, which changes nearly all words, that decode all requests both ways."""
     begun: list[Scheduler] = []
 
-    def one(bound: float, n: int = 40, share: float = 1.0) -> Scheduler:
-        rules, metrics = Rules(tiny_pair, None, RuleRequest("topk:9", gamma=2)), Metrics()
+    def one(bound: float, n: int = 40, share: float = 1.0, drift: DriftMonitor | None = None) -> Scheduler:
+        rules, metrics = Rules(tiny_pair, None, RuleRequest("topk:9", gamma=2, strict_start=0)), Metrics()
         scheduler = Scheduler(tiny_pair, rules, ServerConfig(max_context=90), metrics)
-        shadow = Shadow(Monitor(bound, 0.05, n), share, LOG, metrics.registry)
+        shadow = Shadow(Monitor(bound, 0.05, n), share, LOG, metrics.registry, drift)
         scheduler.shadow = ShadowJobs(shadow, rules, metrics)
         begun.append(scheduler)
         return scheduler
@@ -95,6 +95,26 @@ def test_a_bad_rule_is_switched_off_and_says_so_once(begin: Begin, caplog: pytes
     counted = scheduler.metrics.total("shadow_requests_total")
     result(ask(scheduler, 7))
     assert scheduler.metrics.total("shadow_requests_total") == counted  # nothing is decoded twice any more
+
+
+def test_requests_unlike_the_calibration_switch_a_rule_off(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    """No answer is decoded twice: what all of them show is enough. Requests with a rule of their own do not count."""
+    scheduler = begin(0.99, share=0.0, drift=DriftMonitor({"passes_per_token": (0.0, 0.02)}, 0.05))
+    scheduler.start()
+    for i in range(12):
+        result(ask(scheduler, 6 + i, rule="topk:8"))
+    assert scheduler.shadow is not None
+    assert scheduler.shadow.shadow.drift is not None
+    assert scheduler.shadow.shadow.drift.bets["passes_per_token"][0].count == 0
+    for i in range(150):
+        result(ask(scheduler, 6 + i % 50))
+        if scheduler.rules.refuted:
+            break
+    assert scheduler.rules.refuted
+    (line,) = [record for record in caplog.records if record.name == "selfjudge.server"]
+    assert "requests are unlike those of the certificate: passes_per_token is " in line.message
+    assert "judge" not in result(ask(scheduler, 6)).origins
+    assert "selfjudge_shadow_switched_off 1.0" in scheduler.metrics.text().splitlines()
 
 
 def test_a_good_rule_is_not(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:

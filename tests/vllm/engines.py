@@ -114,7 +114,8 @@ def tiny_engine(tiny: Path, features: str = "hidden", **options: Any) -> dict[st
     return {
         "model": str(tiny / "target"), "max_model_len": 64, "worker_cls": WORKER,
         "speculative_config": {"model": str(tiny / "draft"), "num_speculative_tokens": TINY_GAMMA},
-        "additional_config": {"selfjudge": {"judge": str(tiny / features)}}, **options,
+        "additional_config": {"selfjudge": {"judge": str(tiny / features), "strict_start": 0, "strict_code": False}},
+        **options,
     }  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def runs(pair: Pair) -> list[dict[str, Any]]:
         {"prompts": prompts, "params": {**greedy(TOKENS, theta=0.0), "temperature": 0.7, "seed": 1}},
         *({"prompts": prompts, "params": [greedy(TOKENS, **wish) for wish in wishes]} for wishes in RULES),
         {"prompts": prompts, "params": {**greedy(TOKENS, rule="topk:3"), "temperature": 0.01, "seed": 1}},
+        {"prompts": prompts, "params": greedy(TOKENS, theta=0.0, strict_start=9, strict_code=True)},
     ]
 
 
@@ -62,7 +63,9 @@ def check(pair: Pair, judge: Judge, answers: Answers) -> None:
     """What `runs` asked for, said by the torch loop; with these weights no score comes near θ and no choice near a tie."""
     exact = ours(pair, Exact())
     judged = {theta: ours(pair, Judged(judge, theta)) for theta in (0.25, 0.5, 0.75)}
-    plain, off, mixed, logprobs, always, allowed, sampled, *others, warm = answers[:10]
+    plain, off, mixed, logprobs, always, allowed, sampled, *others, warm, strict = answers[:11]
+    assert strict["tokens"] == ours(pair, Judged(judge, 0.0, strict_start=9, strict_code=True))
+    assert strict["tokens"] not in (exact, ours(pair, Judged(judge, 0.0)))
     assert warm["counts"][0]["judged_tokens"] == 0  # a greedy rule with a temperature: lossless
     for wishes, answer in zip(RULES, others, strict=True):
         wanted = [ours(pair, wished(judge, wish))[i] for i, wish in enumerate(wishes)]
@@ -128,7 +131,7 @@ def check_costs(costs: dict[str, dict[str, list[float]]]) -> None:
 
 def test_steps_are_timed_in_the_first_model_runner(first_runner: Answers) -> None:
     """Answers after it are those of the tests below."""
-    check_costs(first_runner[10]["costs"])
+    check_costs(first_runner[11]["costs"])
 
 
 @pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -37,6 +37,7 @@ _CLASSES = ("\n", " \t\r", "`", "|<", "{", "[", '}]",-0123456789')  # kinds of c
 _NEWLINE, _SPACE, _TICK, _BAR, _BRACE, _SQUARE, _DATA, _OTHER = range(8)
 _PIECES = str.maketrans("ĠĊĉč▁", " \n\t\r ")  # how byte-level and sentencepiece vocabularies write white space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
+_WORDS = re.compile(f"[^{re.escape(''.join(_CLASSES))}]+")
 
 _SHOWN = (
     r"```|#include|<tool|\"(type|name)\": ?\"|\bassert \w+\(|(?-i:\bSELECT\b.{1,200}\bFROM\b)"
@@ -86,16 +87,19 @@ class StructureTable:
     def __init__(self, pieces: Sequence[str]) -> None:
         """`pieces` are the texts of the tokens."""
         kinds = {character: kind for kind, members in enumerate(_CLASSES) for character in members}
-        steps = np.array([[_step(state, kind) for state in range(STATES)] for kind in range(len(_CLASSES) + 1)])
-        self.after: NDArray[np.uint8] = np.tile(np.arange(STATES, dtype=np.uint8), (len(pieces), 1))
+        steps = [[_step(state, kind) for state in range(STATES)] for kind in range(len(_CLASSES) + 1)]
+        rows: dict[str, list[int]] = {}  # most tokens are words, which are all alike
+        alike = [_WORDS.sub("w", piece) for piece in pieces]
+        for piece in set(alike):
+            after = list(range(STATES))
+            for character in piece:
+                step = steps[kinds.get(character, _OTHER)]
+                after = [step[state] for state in after]
+            rows[piece] = after
+        numbers = {piece: number for number, piece in enumerate(rows)}
+        table = np.array([*rows.values()], np.uint8).reshape(-1, STATES)
+        self.after: NDArray[np.uint8] = table[[numbers[piece] for piece in alike]]
         """[V, STATES]"""
-        spelled = [[kinds.get(character, _OTHER) for character in piece] for piece in pieces]
-        order = sorted(range(len(pieces)), key=lambda i: -len(spelled[i]))  # the longest first
-        lengths = np.array([len(spelled[i]) for i in order])
-        for at in range(int(lengths[0]) if len(order) else 0):
-            rows = order[: int((lengths > at).sum())]
-            kind = np.array([spelled[i][at] for i in rows])
-            self.after[rows] = steps[kind[:, None], self.after[rows]]
         self._devices: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def __repr__(self) -> str:
@@ -122,10 +126,10 @@ class StructureTable:
 
 @lru_cache(8)  # a few tokenizers; rules with the same table are the same rule
 def structure_of(tokenizer: Any) -> StructureTable:
-    """The table of a tokenizer's vocabulary."""
-    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    texts = (_BYTE.sub(lambda m: chr(int(m[1], 16)), piece or "x").translate(_PIECES) for piece in pieces)
-    return StructureTable(list(texts))
+    """The table of a tokenizer's vocabulary; special tokens have no text."""
+    pieces, special = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))), set(tokenizer.all_special_ids)
+    texts = [_BYTE.sub(lambda m: chr(int(m[1], 16)), piece or "x").translate(_PIECES) for piece in pieces]
+    return StructureTable(["" if number in special else text for number, text in enumerate(texts)])
 
 
 class GuardedBlock:

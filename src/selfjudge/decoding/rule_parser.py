@@ -193,11 +193,12 @@ class RuleRequest:
         judge: Judge | JudgeConfig | None = None,
         sampling: Sampling | None = None,
         *,
-        bare: bool = False,
+        bare: bool | None = None,
     ) -> AcceptanceRule:
         """The rule for a pair, or for its special token ids.
 
-        For a pair, relaxed rules have the guards of STRICT unless the request names others, or `bare` asks for none.
+        For a pair, relaxed rules have the guards of STRICT unless the request names others, or `bare` asks for none;
+        for special token ids only where it is False.
 
         A rule that needs a judge gets the one of the request, else `judge`, else the one that ships for the pair. A
         `JudgeConfig` in its place gives a rule to check, not to decode with, and needs no torch.
@@ -211,10 +212,11 @@ class RuleRequest:
             )
         if judge is not None and "price" not in values:
             values["theta"] = request.threshold(judge)
-        special, structure = pair, None
-        if not isinstance(pair, tuple):
-            values = {**({} if bare or kind.lossless else STRICT), **values}
-            special, structure = pair.special_ids, structure_of(pair.tokenizer) if values.get("strict_code") else None
+        bare = isinstance(pair, tuple) if bare is None else bare
+        values = values if bare or kind.lossless else {**STRICT, **values}
+        special = pair if isinstance(pair, tuple) else pair.special_ids
+        strict_code = bool(values.get("strict_code")) and not isinstance(pair, tuple)
+        structure = structure_of(pair.tokenizer) if strict_code else None  # type: ignore[union-attr]
         build = _build if isinstance(judge, JudgeConfig) else _build_once
         context = {"special": special, "sampling": sampling, "judge": judge, "structure": structure}
         rule = build(kind.name, tuple(sorted(values.items())), **context)

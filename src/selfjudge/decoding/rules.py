@@ -58,7 +58,9 @@ class AcceptanceRule:
     defaults: ClassVar[dict[str, object]] = {}
     """Defaults of options whose field says None because they exclude others."""
 
-    strict_start: int | None = setting(None, "First tokens verified exactly", minimum=0, kw_only=True)
+    strict_start: int | None = field(
+        default=None, kw_only=True, metadata=setting(None, "First tokens verified exactly", minimum=0).metadata
+    )
     strict_code: bool | None = field(default=None, kw_only=True)
     """Whether code and structure are verified exactly (`guards.py`): by `structure`, which whoever decodes gives."""
     structure: StructureTable | None = field(default=None, kw_only=True, repr=False)

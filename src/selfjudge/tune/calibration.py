@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfjudge.decoding.guards import asks_for_structure
+from selfjudge.decoding.rule_parser import STRICT, RuleRequest, with_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_overlap
 from selfjudge.evaluate.config import RuleRun, TaskExamples, plan_runs
@@ -160,6 +162,16 @@ def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
         raise SelfJudgeError("; ".join([*repeated, str(error)])) from None
 
 
+def _check_strict_code(config: TuneConfig, prompts: Sequence[CalibrationPrompt]) -> None:
+    """Refuse to certify rules for code and structure on prompts most of which ask for neither."""
+    asked = sum(asks_for_structure(join_messages(prompt.prompt)) for prompt in prompts)
+    if not config.strict_code and 2 * asked < len(prompts):
+        raise SelfJudgeError(
+            "without `strict_code` rules are certified for code and structure, and"
+            f" {asked} of {len(prompts)} prompts ask for them: give such prompts, or leave it on"
+        )
+
+
 def hash_prompts(prompts: Sequence[CalibrationPrompt]) -> str:
     """SHA-256 of prompts, their right answers and their order."""
     text = "".join(f"{p.id}:{p.prompt}:{p.gold}:{p.row.get('check')}\n" for p in prompts)
@@ -291,6 +303,7 @@ class TuneJob:
         batch = config.batch or (CUDA_BATCH if answerer.device == "cuda" else CPU_BATCH)
         aside = certify.count_aside(len(groups), batch) if config.times else 0
         measure = choose_measure(config.measure, prompts)
+        _check_strict_code(config, prompts)
         job = cls(pair, answerer, config, loaded, families, groups[aside:], groups[:aside], measure, batch)
         return replace(job, earlier=tuple(find_earlier(attempt, job.target, job.keys)))
 
@@ -351,9 +364,10 @@ class TuneJob:
         return self.config.max_new_tokens or own
 
     def plan(self, rule: str, gamma: int) -> RuleRun:
-        """The run of a rule at a γ; refused if the two do not fit."""
+        """The run of a rule at a γ, with the guards that it is served with; refused if the two do not fit."""
         judges = {} if self.judge is None else {JUDGE_NAME: self.judge}
-        return plan_runs([rule], [gamma], judges, self.pair)[0]
+        strict = {} if RuleRequest(rule).kind.lossless else {name: getattr(self.config, name) for name in STRICT}
+        return plan_runs([with_options(rule, **strict)], [gamma], judges, self.pair)[0]
 
     def split_by_gamma(self, gamma: int) -> tuple[Families, list[RefusedRule]]:
         """The families that are tested at this γ, and the rules that do not work with it."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from selfjudge.decoding.guards import STRICT_CODE, STRICT_START
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
@@ -60,6 +61,8 @@ class TuneConfig:
     load: tuple[int, ...] = setting(
         (), "Requests at a time, such as 1,8,64: a row of the recipe for each; 1, on CUDA 1,8,64.", minimum=1
     )
+    strict_start: int = setting(STRICT_START, "First tokens of an answer that rules verify exactly.", minimum=0)
+    strict_code: bool = setting(STRICT_CODE, "Verify code and structure exactly.")
     max_new_tokens: int | None = setting(None, "Maximum new tokens; the task's, for a file 256.", minimum=1)
     batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
     minutes: float | None = setting(None, "Time limit; on a CPU 12 if not given, else none.", above=0)

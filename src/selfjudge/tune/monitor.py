@@ -5,8 +5,12 @@ order. The hypothesis to refute is E[D] ≤ bound. If overlap was certified, the
 calibration prompts allow: beyond it these requests are unlike them, and the certificate does not cover them.
 
 A bet that has lost its capital on good requests would not notice that they have become bad. So it begins again every n
-requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability δ at most. Loads no
-torch.
+requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability δ at most.
+
+Every answer, not only those decoded twice, has figures that tell whether requests have changed: whether its prompt asks
+for code or structure, its passes per token, its share of substitutions. A certificate's `scope` has the interval of the
+mean of each over its own prompts. Bets against both ends of each run beside the other one; half of δ is theirs. Loads
+no torch.
 """
 
 from __future__ import annotations
@@ -14,18 +18,20 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from selfjudge.decoding.guards import asks_for_structure
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_overlap
-from selfjudge.tune.certify import Claim, compute_log_capital
+from selfjudge.tune.certify import Claim, compute_log_capital, find_upper_bound
 from selfjudge.tune.recipe import Recipe
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 WORDS = 512  # words of an answer that are compared: the time grows with their square, and the server waits
+DRIFT_ROUND = 250  # answers of a round of the bets on figures that all answers have
 WAITING = 16  # requests that may wait for an idle engine; while so many do, no other is chosen
 FIGURES = {
     "shadow_loss": "Mean loss of agreement of the requests that were decoded both ways.",
@@ -94,12 +100,70 @@ def watch(recipe: Recipe | None) -> Monitor:
     if not certificate["certified"]:
         raise SelfJudgeError(f"{recipe.folder} is a recipe for exact, which loses nothing: leave out `shadow`")
     bound = certificate["epsilon"] if certificate["measure"] == "overlap" else certificate["overlap"]["bound"]
-    return Monitor(bound, certificate["delta"], certificate["n"])
+    return Monitor(bound, certificate["delta"] / (2 if certificate.get("scope") else 1), certificate["n"])
+
+
+def watch_scope(recipe: Recipe) -> DriftMonitor | None:
+    """The monitor of what every answer shows; None for a certificate without a scope."""
+    scope = recipe.certificate.get("scope")
+    return DriftMonitor(scope, recipe.certificate["delta"]) if scope else None
 
 
 def compute_loss(exact: str, shown: str) -> float:
     """D of a live request, by the first words of both answers."""
     return 1.0 - compute_overlap(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
+
+
+def describe_scope(figures: Mapping[str, Sequence[float]], delta: float) -> dict[str, list[float]]:
+    """Of each figure the interval of its mean, by its values over the calibration prompts; all intervals together are
+    wrong with probability δ/4 at most."""
+    share = delta / 8 / max(1, len(figures))
+    return {
+        name: [1.0 - find_upper_bound([1.0 - value for value in values], share), find_upper_bound(values, share)]
+        for name, values in figures.items()
+    }
+
+
+def describe_answer(prompt: str, tokens: int, cycles: int, judged: int) -> dict[str, float]:
+    """The figures of an answer, each between 0 and 1; `tokens` without the one that the prompt's own pass yields."""
+    figures = {"structured": float(asks_for_structure(prompt))}
+    if tokens:
+        figures |= {"passes_per_token": min(1.0, cycles / tokens), "judged_share": min(1.0, judged / tokens)}
+    return figures
+
+
+class DriftMonitor:
+    """Bets that the mean of a figure is outside of its interval in `scope`."""
+
+    def __init__(self, scope: Mapping[str, Sequence[float]], delta: float) -> None:
+        share = delta / 8 / max(1, len(scope))
+        self.bets = {
+            name: (Monitor(high, share, DRIFT_ROUND), Monitor(1.0 - low, share, DRIFT_ROUND))
+            for name, (low, high) in scope.items()
+        }
+        self.changed: str | None = None
+        """The figure that has changed, once one has."""
+
+    def observe(self, figures: Mapping[str, float]) -> bool:
+        """The figures of an answer; True if it is the one that shows a change."""
+        if self.changed is not None:
+            return False
+        for name, value in figures.items():
+            above, below = self.bets.get(name, (None, None))
+            if above is not None and below is not None and (above.observe(value) or below.observe(1.0 - value)):
+                self.changed = name
+                break
+        return self.changed is not None
+
+    @property
+    def verdict(self) -> str:
+        """The message when requests have changed."""
+        assert self.changed is not None
+        above, below = self.bets[self.changed]
+        return (
+            f"requests are unlike those of the certificate: {self.changed} is {above.loss:.2f} over {above.count},"
+            f" and was {1 - below.bound:.2f} to {above.bound:.2f}; those without a rule are decoded exactly from now on"
+        )
 
 
 class Shadow:
@@ -109,10 +173,17 @@ class Shadow:
     Each request that `choose` took ends with one call of `end`. Nothing of prompts and answers is kept.
     """
 
-    def __init__(self, monitor: Monitor, share: float, log: logging.Logger, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        monitor: Monitor,
+        share: float,
+        log: logging.Logger,
+        registry: CollectorRegistry,
+        drift: DriftMonitor | None = None,
+    ) -> None:
         from prometheus_client import Counter, Gauge
 
-        self.monitor, self.share, self.log = monitor, share, log
+        self.monitor, self.share, self.log, self.drift = monitor, share, log, drift
         self._outcomes = Counter("selfjudge_shadow_requests_total", OUTCOMES, ["outcome"], registry=registry)
         self._figures = {
             name: Gauge(f"selfjudge_{name}", about, multiprocess_mode="mostrecent", registry=registry)
@@ -133,6 +204,18 @@ class Shadow:
         if not chosen:  # whatever its answer would be: to skip by that would be biased
             self._outcomes.labels("skipped").inc()
         return chosen
+
+    def notice(self, figures: Mapping[str, float]) -> None:
+        """The figures of an answer under the certified rule, chosen or not."""
+        if self.drift is None or self.monitor.refuted:
+            return
+        with self._lock:
+            changed = self.drift.observe(figures)
+            self.monitor.refuted |= changed
+        if changed:
+            self.log.warning(self.drift.verdict)
+            self.on_refuted()
+            self._show()
 
     def end(self, difference: float | None) -> None:
         """Count a request by the difference of its answers; None where one is missing."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import secrets
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,12 @@ from selfjudge.models.tokens import hash_tokenizer
 from selfjudge.report.certificate import certificate_markdown, certificate_page
 from selfjudge.store import RunFolder, measured_on, read_json, write_json, write_text
 from selfjudge.store.artefacts import AttemptSeal, Certificate, RecipeFile
+from selfjudge.tasks.base import join_messages
 from selfjudge.tune.calibration import WORDS, TuneJob
 from selfjudge.tune.certify import describe_evidence
 from selfjudge.tune.config import FREE, TuneConfig
 from selfjudge.tune.ledger import note_attempt
+from selfjudge.tune.monitor import describe_answer, describe_scope
 from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, Recipe, make_recipe, seal_recipe
 from selfjudge.tune.signature import SIGNATURE, sign
 from selfjudge.tune.trials import DIGITS, LoadOutcome, RuleTrial, TuneResult, Tuning
@@ -189,7 +192,7 @@ def _describe_exact_choice(result: TuneResult, outcome: LoadOutcome) -> dict[str
         "certified": False,
         "n": max((len(trial.observations) for trial in result.trials), default=0),
         **summarise([], []),
-        **dict.fromkeys(("mean_difference_ci", "evidence", "overlap")),
+        **dict.fromkeys(("mean_difference_ci", "evidence", "overlap", "scope")),
     }
 
 
@@ -206,6 +209,7 @@ def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
         "mean_difference_ci": bootstrap_interval(-observed),
         "evidence": describe_evidence(best.claim, observed, delta),
         "overlap": None if job.measure.name == "overlap" else _measure_overlap(best, delta),
+        "scope": _describe_scope(job, best, delta),
     }
 
 
@@ -235,6 +239,16 @@ def _measure_overlap(best: RuleTrial, delta: float) -> dict[str, Any]:
         for exact, row in rows
     ]
     return describe_overlap(lost, best.sizes, delta)
+
+
+def _describe_scope(job: TuneJob, best: RuleTrial, delta: float) -> dict[str, list[float]]:
+    """What the answers of the calibration prompts have in common, so that a server notices when requests change."""
+    figures: dict[str, list[float]] = defaultdict(list)
+    for prompt, row in zip(job.prompts, best.samples, strict=False):
+        asked = join_messages(prompt.prompt)
+        for name, value in describe_answer(asked, row["emitted"], row["cycles"], row["judged"]).items():
+            figures[name].append(value)
+    return describe_scope(figures, delta)
 
 
 def _describe_trial(trial: RuleTrial, result: TuneResult) -> dict[str, Any]:

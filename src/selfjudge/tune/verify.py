@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from selfjudge.decoding.rule_parser import RuleRequest, rule_text
+from selfjudge.decoding.rule_parser import STRICT, RuleRequest, rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.report.certificate import list_loads
@@ -90,7 +90,7 @@ def check_rules(
         raise SelfJudgeError(f"{folder}: the certificate is of another more_loads: it does not belong to the recipe")
     if len({row["load"] for row in rows}) < len(rows) or recipe["load"] != certificate["load"]:
         raise SelfJudgeError(f"{folder}: recipe and certificate are not of the same loads, each once")
-    requests = [RuleRequest(row["rule"], gamma=row["gamma"]) for row in rows]
+    requests = [RuleRequest(row["rule"], gamma=row["gamma"], **_read_guards(row["resolved"])) for row in rows]
     if any(request.needs_judge for request in requests) != bool(recipe["judge"]):
         raise SelfJudgeError(f"{folder}: the judge of the rule {recipe['rule']} is missing, or not used by it")
     for row, request in zip(rows, requests, strict=True):
@@ -99,6 +99,11 @@ def check_rules(
         if (resolved := rule_text(request.resolve((), judge))) != row["resolved"]:
             raise SelfJudgeError(f"{folder}: {row['rule']} is {resolved}, not {row['resolved']} as it was certified")
     return "; ".join(f"rule {row['resolved']}, γ = {row['gamma']}, load {row['load']}" for row in rows)
+
+
+def _read_guards(resolved: str) -> dict[str, Any]:
+    """The guards that a rule was certified with: those of its text with all numbers."""
+    return {name: value for name, value in RuleRequest(resolved).options.items() if name in STRICT}
 
 
 def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> str:

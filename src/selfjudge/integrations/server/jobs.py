@@ -13,7 +13,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
 from selfjudge.store.load import LoadWatch
-from selfjudge.tune.monitor import Shadow, compute_loss
+from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer
 from selfjudge.types import Generation, Piece
 
 Failure = Literal["cancelled", "timeout", "shutdown", "memory", "error"]
@@ -75,6 +75,13 @@ class ShadowJobs:
     def choose(self, job: CompletionJob) -> None:
         """Decide whether a job will be decoded both ways."""
         job.shadowed = replace(job.choice, trace=False) == self._own and self.shadow.choose()
+
+    def notice(self, job: CompletionJob, result: Generation) -> None:
+        """An answer under the server's own rule, chosen or not."""
+        if self.shadow.drift is not None and replace(job.choice, trace=False) == self._own:
+            prompt = str(self.rules.pair.tokenizer.decode(job.prompt))
+            judged = result.origins.count("judge")
+            self.shadow.notice(describe_answer(prompt, len(result.tokens) - 1, result.cycles, judged))
 
     def take_first(self, job: CompletionJob, result: Generation | None) -> None:
         """The answer that the client got; None where there is none."""

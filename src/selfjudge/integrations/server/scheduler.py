@@ -30,7 +30,7 @@ from selfjudge.integrations.server.rules import BatchKey, Rules
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store.load import LoadWatch
-from selfjudge.tune.monitor import Shadow, watch
+from selfjudge.tune.monitor import Shadow, watch, watch_scope
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import Notify, Tell, ignore
 
@@ -318,6 +318,8 @@ class Scheduler:
             finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
             self._count(job, answer, finish)
         job.send(Update(result=result, failure=failure))
+        if result is not None and self.shadow is not None:
+            self.shadow.notice(job, result)
         if job.shadowed and self.shadow is not None:
             self.shadow.take_first(job, result)
 
@@ -357,7 +359,8 @@ def start_scheduler(
     scheduler = Scheduler(pair, rules, config, Metrics())
     scheduler.warm_up = warm_up(pair, rules.choose(), config, notify)
     if monitor is not None:
-        shadow = Shadow(monitor, config.shadow, LOG, scheduler.metrics.registry)
+        assert recipe is not None
+        shadow = Shadow(monitor, config.shadow, LOG, scheduler.metrics.registry, watch_scope(recipe))
         scheduler.shadow = ShadowJobs(shadow, rules, scheduler.metrics)
     if pair.target.device.type == "cuda":
         scheduler.metrics.gauge("device_memory_bytes", torch.cuda.memory_allocated, kind="allocated")

@@ -125,4 +125,5 @@ def request_options(rule: AcceptanceRule) -> dict[str, Any]:
         return {"off": True}
     if not getattr(rule, "guard", True):
         raise SelfJudgeError(f"in vLLM special tokens are left to the target: write rule {rule.name!r} with guard=on")
-    return {"rule": rule_text(rule, "guard")}
+    strict = {"strict_start": rule.strict_start or 0, "strict_code": bool(rule.strict_code)}
+    return {"rule": rule_text(rule, "guard", *strict), **strict}

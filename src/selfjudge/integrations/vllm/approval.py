@@ -30,8 +30,10 @@ class Approval:
         self.fused = device.type == "cuda" and has_triton()
         self.weights = None if judge is None or not self.fused else judge.kernel_weights()
 
-    def __call__(self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan) -> Tensor:
-        """[n] which drafts their rules accept, as the rules do in our own loop.
+    def __call__(
+        self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan, exact: Tensor | None = None
+    ) -> Tensor:
+        """[n] which drafts their rules accept, as the rules do in our own loop; never those in `exact` [n].
 
         Row `at[i]` of the target's logits [m, V] predicts draft i; the row after it of the states [m, H] has read that
         draft. Never where there is no draft (−1), at special tokens, or where numbers are non-finite. Where alignment
@@ -42,7 +44,7 @@ class Approval:
         if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
             from selfjudge.integrations.vllm.approval_triton import approvals
 
-            return approvals(self.weights, hidden, logits, at, drafts, plan, self.special)
+            return approvals(self.weights, hidden, logits, at, drafts, plan, self.special, exact)
         before, states, logits = hidden[at], hidden[at + 1], logits[at]
         choice, non_finite = argmax_checked(logits)
         drafted = drafts >= 0
@@ -67,9 +69,11 @@ class Approval:
                     logits[None, with_last],  # no rule looks at the row after the last draft
                     scores=None if rule.judge is None else scores[None, here],
                     argmax=(choice[None, with_last], non_finite[None, with_last]),
+                    exact_only=None if exact is None else exact[None, here],
                 )
                 accepted.append(rule(block).judged[0])
-        return torch.cat(accepted) & ~non_finite & ~self._special(drafts) & ~self._special(choice)
+        approved = torch.cat(accepted) & ~non_finite & ~self._special(drafts) & ~self._special(choice)
+        return approved if exact is None else approved & ~exact
 
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
         """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place.

@@ -88,10 +88,12 @@ def _decide(
 
 def approvals(
     judge: JudgeWeights | None, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: codes.Plan,
-    special: Tensor,
+    special: Tensor, exact: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`Approval.__call__`, for rules that have codes."""
     value, limit, price, window = plan.table
+    if exact is not None:
+        limit = limit.masked_fill(exact, -math.inf)  # no value is below it
     out = torch.empty(len(drafts), dtype=torch.bool, device=drafts.device)
     harm = torch.empty(len(drafts), device=drafts.device) if plan.looks_ahead else None
     judge = judge if plan.judged else None

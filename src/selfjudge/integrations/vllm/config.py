@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest, with_options
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, STRICT, RuleRequest, with_options
 from selfjudge.decoding.rules import AcceptanceRule, Judged, JudgeOnly
 from selfjudge.decoding.rules_baselines import Divergence, RegretBudget
 from selfjudge.errors import SelfJudgeError
@@ -30,7 +30,7 @@ BY_BATCH = "num_speculative_tokens_per_batch_size"
 """The field of vLLM's speculative config that lets γ change with the batch; older versions lack it."""
 MAX_WARNINGS = 100  # the most warnings about requests in the log of one engine
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-REQUEST_FIELDS = ("rule", "theta", "quality", "price")
+REQUEST_FIELDS = ("rule", "theta", "quality", "price", *STRICT)
 Schedule = tuple[tuple[int, int, int], ...]
 """First and last number of requests at a time, and their γ."""
 
@@ -148,9 +148,9 @@ class RequestRules:
             return None if options["off"] else self.default
         readable = isinstance(options, Mapping) and set(options) <= set(REQUEST_FIELDS)
         asked = RuleRequest(**options) if readable else OPEN_REQUEST
-        if asked.is_open:
+        if asked == OPEN_REQUEST:
             raise SelfJudgeError(
-                f"a request gives `off`, or some of `rule`, `theta`, `quality` and `price`, not {str(options)[:60]!r}"
+                f"a request gives `off`, or some of {', '.join(REQUEST_FIELDS)}, not {str(options)[:60]!r}"
             )
         return self._resolve(asked.inherit(self.own))
 
@@ -166,7 +166,7 @@ class RequestRules:
         if request.kind.lossless:
             return None
         guarded = replace(request, rule=with_options(request.text, guard=guard), gamma=self.gamma)
-        return guarded.resolve(self.special, self.judge)
+        return guarded.resolve(self.special, self.judge, bare=False)
 
 
 def _samples(rule: AcceptanceRule) -> bool:

@@ -19,7 +19,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, left, read_body, refuse, replay
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.vllm.config import KEY, parse_object
-from selfjudge.tune.monitor import Shadow, compute_loss, watch
+from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer, watch, watch_scope
 from selfjudge.tune.recipe import Recipe
 
 VARIABLE = "SELFJUDGE_SHADOW"
@@ -48,7 +48,7 @@ class ShadowMiddleware:
 
         recipe, share = load_settings()
         self.app, self.under_way = app, 0
-        self.shadow = Shadow(watch(recipe), share, LOG, registry or REGISTRY)
+        self.shadow = Shadow(watch(recipe), share, LOG, registry or REGISTRY, watch_scope(recipe))
         self._second: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +65,7 @@ class ShadowMiddleware:
             request = None  # it names its rule
         if request is not None and refuted:
             scope, messages = _with_body(scope, _lossless(request))
+        self._notice(request)
         chosen = request is not None and _comparable(request) and self.shadow.choose()
         first = _ResponseText(send)
         self.under_way += 1
@@ -76,6 +77,11 @@ class ShadowMiddleware:
                 task = asyncio.create_task(self._ask_again(scope, request, first.text))
                 self._second.add(task)
                 task.add_done_callback(self._second.discard)
+
+    def _notice(self, request: dict[str, Any] | None) -> None:
+        """Watch what a request without a rule of its own asks for."""
+        if request is not None:
+            self.shadow.notice(describe_answer(_prompt(request), 0, 0, 0))
 
     async def _ask_again(self, scope: Scope, request: dict[str, Any], shown: str | None) -> None:
         """Ask the same without a rule, when there is time, and compare."""
@@ -100,6 +106,13 @@ def _comparable(request: dict[str, Any]) -> bool:
     if request.get("temperature") != 0 or request.get("n") not in (None, 1) or request.get("tools"):
         return False
     return isinstance(request.get("prompt", ""), str) or "messages" in request
+
+
+def _prompt(request: dict[str, Any]) -> str:
+    """The text of a request, as far as it has some."""
+    messages = request.get("messages")
+    texts = [message.get("content") for message in messages or () if isinstance(message, dict)]
+    return "\n".join(text for text in (request.get("prompt"), *texts) if isinstance(text, str))
 
 
 class _ResponseText:

@@ -6,8 +6,10 @@ target's own rows. The rejection sampler then works on a copy of the logits, whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -17,6 +19,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import Agree, Approval
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.guards import RequestGuards
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
@@ -26,7 +29,7 @@ def check() -> None:
     takes(RejectionSampler.forward, ("metadata", "draft_probs", "logits", "sampling_metadata"))
     takes(RejectionSampler.apply_logits_processors, ("logits", "sampling_metadata", "metadata"))
     holds(ExecuteModelState, "logits", "spec_decode_metadata", "sample_hidden_states")
-    holds(SpecDecodeMetadata, "draft_token_ids", "num_draft_tokens", "target_logits_indices")
+    holds(SpecDecodeMetadata, "draft_token_ids", "num_draft_tokens", "target_logits_indices", "logits_indices")
 
 
 class FirstRunnerSampler(RejectionSampler):
@@ -48,13 +51,21 @@ class FirstRunnerSampler(RejectionSampler):
 class FirstRunnerAdapter:
     """Connects a runner and its sampler, whose class is replaced by `FirstRunnerSampler`; holds the current step."""
 
-    def __init__(self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree) -> None:
-        has(runner, "execute_model_state", "input_batch", "requests", "rejection_sampler")
+    def __init__(
+        self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree, guards: RequestGuards
+    ) -> None:
+        has(runner, "execute_model_state", "input_batch", "requests", "rejection_sampler", "input_ids", "positions")
         self.runner, self.approval, self.counts, self.rules, self.agree = runner, approval, counts, rules, agree
         exactly(runner.rejection_sampler, RejectionSampler)
         runner.rejection_sampler.__class__ = FirstRunnerSampler  # its attributes stay as this version made them
         runner.rejection_sampler.adapter = self
         self._last = LastPlan()
+        self.guards = guards
+        self._free = list(range(len(guards.state)))
+        self._slots: dict[str, int] = {}
+        self._slot_column = torch.zeros(0, dtype=torch.long, device=guards.state.device)
+        """[R] the slots of the requests of the batch."""
+        self._names: list[str] = []
         self._params: list[Any] = []
         self._known: dict[str, tuple[Any, AcceptanceRule | None]] = {}
         self._begin(None)
@@ -64,6 +75,9 @@ class FirstRunnerAdapter:
         self._approved: Tensor | None = None
         """[n] which drafts the rules approved; None where all requests are lossless."""
         self._flags: Tensor | None = None  # [2, n] what `Approval.mark` returned
+
+    def before_step(self, scheduler_output: Any) -> None:
+        """Nothing: this runner keeps the prompts of its requests."""
 
     def before_sampling(self) -> None:
         """Ask the rules about the drafts that are about to be verified."""
@@ -77,7 +91,12 @@ class FirstRunnerAdapter:
         if any(rules):
             plan = self._last.plan(rules, rows)
             at, tokens = drafts.target_logits_indices, drafts.draft_token_ids
-            self._approved = self.agree(self.approval(state.sample_hidden_states, state.logits, at, tokens, plan))
+            newest = drafts.logits_indices[rows.first + torch.arange(len(rules), device=tokens.device)]
+            ids, positions = (_on_device(getattr(self.runner, name))[newest] for name in ("input_ids", "positions"))
+            most = max(drafts.num_draft_tokens, default=0)
+            exact = self.guards.find_exact(self._slot_column, ids, positions, tokens, rows, most)
+            approved = self.approval(state.sample_hidden_states, state.logits, at, tokens, plan, exact)
+            self._approved = self.agree(approved)
 
     def mark(self, logits: Tensor, drafts: Tensor) -> None:
         """Mark the approved drafts on the logits that are verified."""
@@ -87,6 +106,7 @@ class FirstRunnerAdapter:
     def after_sampling(self, sampled: Tensor) -> None:
         """Count the step; vLLM makes new tensors in every step."""
         if self._rows is not None:
+            self.guards.advance((sampled >= 0).sum(1))
             self.counts.add(self._rows, sampled, self._flags)
         self._begin(None)
 
@@ -94,10 +114,27 @@ class FirstRunnerAdapter:
         """The rules of the batch; looked up when the batch changes."""
         names, requests = self.runner.input_batch.req_ids, self.runner.requests
         params = [requests[name].sampling_params for name in names]
-        if params != self._params:
+        if names != self._names or params != self._params:
             before, self._known = self._known, {}
             for name, current in zip(names, params, strict=True):
                 last = before.get(name)
                 self._known[name] = last if last and last[0] is current else (current, self.rules(current))
-            self._params = params
+            self._assign(names)
+            self._names, self._params = list(names), params
         return [rule for _, rule in self._known.values()]
+
+    def _assign(self, names: Sequence[str]) -> None:
+        """Give slots to the requests of a batch; those that have left it lose theirs."""
+        for name in set(self._slots) - set(names):
+            self._free.append(self._slots.pop(name))
+        for name in names:
+            if name not in self._slots:
+                self._slots[name] = self._free.pop()
+                self.guards.enter(self._slots[name], self._known[name][1], self.runner.requests[name].prompt_token_ids)
+        self._slot_column = torch.tensor([self._slots[name] for name in names]).to(self._slot_column.device)
+
+
+def _on_device(buffer: Any) -> Tensor:
+    """The tensor of a buffer that may have a copy on the host."""
+    tensor: Tensor = getattr(buffer, "gpu", buffer)
+    return tensor

@@ -7,6 +7,8 @@ is ours and marks approved drafts there.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import Agree, Approval
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.guards import RequestGuards
 from selfjudge.integrations.vllm.plan import LastPlan
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
@@ -40,8 +43,8 @@ def check() -> None:
     holds(LogitsContext, "expanded_idx_mapping", "input_ids")
     holds(ExecuteModelState, "input_batch", "hidden_states")
     holds(
-        InputBatch, "num_reqs", "num_draft_tokens", "input_ids", "logits_indices", "cu_num_logits_np",
-        "expanded_idx_mapping", "expanded_local_pos", "idx_mapping_np",
+        InputBatch, "num_reqs", "num_draft_tokens", "input_ids", "positions", "logits_indices", "cu_num_logits_np",
+        "expanded_idx_mapping", "expanded_local_pos", "idx_mapping_np", "idx_mapping",
     )  # fmt: skip
 
 
@@ -57,16 +60,21 @@ class SecondRunnerSampler(RejectionSampler):
         hidden, adapter.hidden = adapter.hidden, None
         if hidden is None:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        rows = adapter.last.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
+        sizes = (np.diff(input_batch.cu_num_logits_np) - 1).tolist()
+        rows = adapter.last.rows(sizes, logits.device)
         slots = input_batch.expanded_idx_mapping[rows.predicting].long()
-        drafts = input_batch.input_ids[input_batch.logits_indices][rows.predicting + 1]
+        ids, positions = (x[input_batch.logits_indices] for x in (input_batch.input_ids, input_batch.positions))
+        drafts, requests = ids[rows.predicting + 1], input_batch.idx_mapping[: input_batch.num_reqs].long()
+        newest = rows.first + torch.arange(len(requests), device=logits.device)
+        exact = mark.guards.find_exact(requests, ids[newest], positions[newest], drafts, rows, max(sizes, default=0))
         rules = [mark.rules[slot] for slot in input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()]
-        approved = mark.approval(hidden, logits, rows.predicting, drafts, adapter.last.plan(rules, rows))
+        approved = mark.approval(hidden, logits, rows.predicting, drafts, adapter.last.plan(rules, rows), exact)
         mark.begin(slots, rows.place, adapter.agree(approved))
         try:
             output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         finally:
             mark.open = False
+        mark.guards.advance(output.num_sampled)
         # vLLM makes a new `num_sampled` in every step
         adapter.counts.add(rows, output.num_sampled, mark.flags[:, slots, rows.place])
         return output
@@ -80,8 +88,12 @@ class MarkProcessor(LogitsProcessor):
 
     open = False  # whether a verification is under way
 
-    def __init__(self, approval: Approval, requested: RequestRules, slots: int, gamma: int) -> None:
-        self.approval, self.requested = approval, requested
+    def __init__(
+        self, approval: Approval, requested: RequestRules, slots: int, gamma: int, guards: RequestGuards
+    ) -> None:
+        self.approval, self.requested, self.guards = approval, requested, guards
+        self.prompts: deque[Sequence[int] | None] = deque()
+        """Prompts of the requests that are about to be added, in their order."""
         self.rules: list[AcceptanceRule | None] = [None] * slots
         self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=approval.special.device)
         self.flags = self.approved.new_zeros((3, slots, gamma + 1))
@@ -89,6 +101,7 @@ class MarkProcessor(LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         self.rules[req_idx] = self.requested(sampling_params)
+        self.guards.enter(req_idx, self.rules[req_idx], self.prompts.popleft() if self.prompts else None)
         return self.rules[req_idx] is not None
 
     def apply_staged_writes(self) -> None:
@@ -114,7 +127,9 @@ class MarkProcessor(LogitsProcessor):
 class SecondRunnerAdapter:
     """Connects a runner and its sampler: adds a logits processor and replaces the class of the sampler object."""
 
-    def __init__(self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree) -> None:
+    def __init__(
+        self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree, guards: RequestGuards
+    ) -> None:
         has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs")
         has(runner.rejection_sampler, "sampler", "num_speculative_steps")
         has(runner.rejection_sampler.sampler, "logits_processors")
@@ -122,10 +137,17 @@ class SecondRunnerAdapter:
         self.hidden: Tensor | None = None  # [rows, H] the states of this step; None outside of a step (warm-up)
         sampler = runner.rejection_sampler
         exactly(sampler, RejectionSampler)
-        self.mark = MarkProcessor(approval, rules, runner.max_num_reqs, sampler.num_speculative_steps)
+        self.mark = MarkProcessor(approval, rules, runner.max_num_reqs, sampler.num_speculative_steps, guards)
         sampler.sampler.logits_processors.append(self.mark)
         sampler.__class__ = SecondRunnerSampler  # its attributes stay as this version's constructor made them
         sampler.adapter = self
+
+    def before_step(self, scheduler_output: Any) -> None:
+        """Note the prompts of the requests that a step adds: the sampler is not told them."""
+        self.mark.prompts.clear()
+        self.mark.prompts.extend(
+            new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs if new.sampling_params is not None
+        )
 
     def before_sampling(self) -> None:
         """Keep the states at the rows that are about to be verified."""

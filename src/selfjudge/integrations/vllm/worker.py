@@ -18,6 +18,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.guards import RequestGuards
 from selfjudge.integrations.vllm.measure import keep_costs
 from selfjudge.integrations.vllm.signatures import adapter_of
 
@@ -54,7 +55,8 @@ class JudgeWorker(Base):
                 )
             return  # the last stage of the pipeline decides
         device = torch.device(runner.device)
-        special = config.guarded_ids(self._settings, self.model_config, cached_tokenizer_from_config(self.model_config))
+        tokenizer = cached_tokenizer_from_config(self.model_config)
+        special = config.guarded_ids(self._settings, self.model_config, tokenizer)
         gamma = self.speculative_config.num_speculative_tokens
         rules = config.RequestRules(self._settings, self._judge, special, gamma, logger.warning)
         group = get_tp_group()
@@ -70,7 +72,9 @@ class JudgeWorker(Base):
         approval = Approval(self._judge, special, device)
         approval.warm_up(self.model_config.get_vocab_size(), self.model_config.dtype)
         adapter = adapter_of(type(runner.rejection_sampler).__module__)
-        self._adapter = adapter(runner, approval, self._counts, rules, agree)
+        slots = self.vllm_config.scheduler_config.max_num_seqs
+        guards = RequestGuards(tokenizer, getattr(runner, "max_num_reqs", slots), device)
+        self._adapter = adapter(runner, approval, self._counts, rules, agree, guards)
         decides = "exact" if rules.default is None else rule_text(rules.default)
         logger.info("Rule %s decides, %d tokens are guarded", decides, len(special))
 
@@ -87,6 +91,8 @@ class JudgeWorker(Base):
         return super().sample_tokens(grammar_output)
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        if self._adapter is not None:
+            self._adapter.before_step(scheduler_output)
         if self._counts is not None and self._reports:
             self._counts.report(idle=scheduler_output.total_num_scheduled_tokens == 0)
         return super().execute_model(scheduler_output)
