@@ -30,7 +30,7 @@ HOSTILE = "</script><img src=x onerror='window.hacked=1'>\u202e<script>window.ha
 
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server], endless: list[str]) -> Server:
-    return start(*endless, "--max-tokens", "2000", "--theta", "F")
+    return start(*endless, "--max-tokens", "2000", "--theta", "F", "--strict-start", "0")
 
 
 @pytest.fixture(scope="module")

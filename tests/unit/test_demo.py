@@ -169,7 +169,7 @@ def test_a_failure_prints_no_half_result(run_demo: Run, monkeypatch: pytest.Monk
 def with_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question on the large pair, for which the tiny one stands; short, and relaxed without a judge."""
     monkeypatch.delenv("SELFJUDGE_PAIR")
-    relaxed = {"plain": ("exact", 0), "exact": ("exact", "auto"), "topk:20": ("topk:20", 3)}
+    relaxed = {"plain": ("exact", 0), "exact": ("exact", "auto"), "topk:20": ("topk:20,strict_start=0", 3)}
     monkeypatch.setattr(demo, "RULES", relaxed)
     monkeypatch.setattr(demo, "MOST_TOKENS", 12)
 
@@ -215,7 +215,9 @@ def test_the_gain_as_json(run_demo: Run, with_gain: None) -> None:
 def test_a_relaxed_rule_drafts_as_much_as_exact_and_every_token_counts(
     tiny_pair: Pair, with_gain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "RULES", {"plain": ("exact", 0), "exact": ("exact", 3), "topk:20": ("topk:20", None)})
+    monkeypatch.setattr(
+        demo, "RULES", {"plain": ("exact", 0), "exact": ("exact", 3), "topk:20": ("topk:20,strict_start=0", None)}
+    )
     said: list[tuple[str, float]] = []
     run = Gain(tiny_pair, DemoConfig(turns=1), lambda stage, share: said.append((stage, share)))
     assert [(turn, name) for turn, name, _ in run.measure()] == [(1, "plain"), (1, "exact"), (1, "topk:20")]

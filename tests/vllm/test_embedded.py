@@ -66,7 +66,12 @@ def prompts(pair: Pair) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def judged(prompts: list[list[int]]) -> Answers:
-    settings = {"judge": str(EMBEDDED["smollm2-135m"].judge), "quality": QUALITY}
+    settings = {
+        "judge": str(EMBEDDED["smollm2-135m"].judge),
+        "quality": QUALITY,
+        "strict_start": 0,
+        "strict_code": False,
+    }
     always = {"extra_args": {"selfjudge": {"theta": 0.0}}}
     return run(
         engine(worker_cls=WORKER, additional_config={"selfjudge": settings}, **speculation()),
@@ -227,7 +232,12 @@ def test_rules_and_judge_beside_a_head(
     wishes: list[dict[str, Any]] = [
         {}, {"rule": "margin:2"}, {"rule": "margin", "price": 0.5}, {"theta": 0.2}, {"rule": "margin:6"}, {"off": True},
     ]  # fmt: skip
-    settings = {"judge": str(EMBEDDED["smollm2-135m"].judge), "quality": QUALITY}
+    settings = {
+        "judge": str(EMBEDDED["smollm2-135m"].judge),
+        "quality": QUALITY,
+        "strict_start": 0,
+        "strict_code": False,
+    }
     drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": GAMMA}
     options = engine(worker_cls=WORKER, additional_config={"selfjudge": settings}, speculative_config=drafts)
     mixed, lossless, judged = run(

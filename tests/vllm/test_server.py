@@ -27,7 +27,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "metrics").mkdir()
     flags = ["--middleware", MIDDLEWARE, *FLAGS]
-    asked = command("smollm2-135m", None, WorkerConfig(RuleRequest(quality=0.5)), gamma=GAMMA, more=flags)
+    own = RuleRequest(quality=0.5, strict_start=0, strict_code=False)
+    asked = command("smollm2-135m", None, WorkerConfig(own), gamma=GAMMA, more=flags)
     facts = json.dumps({"backend": "vllm", "rule": "judged", "gamma": GAMMA, "judge": True})
     with served(asked, folder, **{MULTIPROCESS: str(folder / "metrics"), FACTS: facts}) as url:
         yield url

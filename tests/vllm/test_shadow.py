@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from fake_certificate import recipe_folder
+from selfjudge.decoding.rule_parser import RuleRequest, rule_text
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.prompts.sources import BUILT_IN
 
 FLAGS = "--enforce-eager --max-model-len 256 --max-num-seqs 8 --generation-config vllm"
 RULE = "margin:3,guard=on"
+UNGUARDED: dict[str, Any] = {"strict_start": 0, "strict_code": False}  # answers are short
 
 
 def recipe(folder: Path, **hashes: str) -> Path:
@@ -30,7 +33,9 @@ def recipe(folder: Path, **hashes: str) -> Path:
         name=name, target_id=name, draft_id=draft, tokenizer=tokenizer,
         **{"target_sha256": weights_sha256(name), "draft_sha256": weights_sha256(draft), **hashes},
     )  # fmt: skip
-    return recipe_folder(folder, pair, rule=RULE, engine="vllm", measure="overlap", epsilon=0.02, n=30)
+    resolved = rule_text(RuleRequest(RULE, **UNGUARDED).resolve())
+    more = {"measure": "overlap", "epsilon": 0.02, "n": 30, "resolved": resolved}
+    return recipe_folder(folder, pair, rule=RULE, engine="vllm", **more)
 
 
 def command(folder: Path, *more: str) -> list[str]:
@@ -76,7 +81,7 @@ def test_a_bad_rule_is_switched_off_inside_vllm(address: tuple[str, Path]) -> No
             break
     assert figure(url, "switched_off") == 1
     assert ask(texts[0]) == exact
-    assert ask(texts[0], extra_body={"vllm_xargs": {"selfjudge": f'{{"rule": "{RULE}"}}'}}) == shown
+    assert ask(texts[0], extra_body={"vllm_xargs": {"selfjudge": json.dumps({"rule": RULE, **UNGUARDED})}}) == shown
     said = log.read_text()
     assert said.count("does not hold for these requests") == 1
     assert texts[0] not in said
