@@ -152,8 +152,7 @@ class Block:
     """[B, γ+1] the target's most likely token of each row, and whether the row has a NaN or +inf."""
     limits: Tensor | None = None
     """[B] how many drafts each row has, its first ones, 0 … γ; None where all rows have γ. Nothing beyond counts."""
-    spent: Tensor | None = None
-    """[B] what each answer has spent so far, under rules with a budget; None: nothing."""
+    spent: Tensor | None = None  # [B] what each answer has spent so far, under rules with a budget; None: nothing
     exact_only: Tensor | None = None
     """[B, γ] where alignment alone decides, by a guard of the whole answer; None: nowhere."""
 

@@ -104,13 +104,11 @@ _GUESS = _FIRST_TOKENS * np.concatenate([
 class RowBlocks(NamedTuple):
     """What each row's latest blocks say of every γ; changed in place."""
 
-    counts: NDArray[np.float64]
-    """[B, BLOCK_COUNTS]; earlier cycles fade."""
+    counts: NDArray[np.float64]  # [B, BLOCK_COUNTS]; earlier cycles fade
     run: NDArray[np.int64]
     """[B] tokens since a draft was last rejected: a longer block might have had the next ones, too."""
 
-    OWN_TOKENS = 16.0
-    """Tokens after which a row's own counts weigh as much as those of all rows."""
+    OWN_TOKENS = 16.0  # tokens after which a row's own counts weigh as much as those of all rows
 
     @classmethod
     def new(cls, rows: int) -> RowBlocks:

@@ -26,8 +26,7 @@ from selfjudge.engine.draft import BatchEngines, Drafter
 from selfjudge.ops import argmax_checked, argmax_with_probability, replace_non_finite, share_tokens
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
-Limits = Sequence[int] | NDArray[np.int64] | Tensor
-"""[B] how many drafts of each row are verified."""
+Limits = Sequence[int] | NDArray[np.int64] | Tensor  # [B] how many drafts of each row are verified
 GUARDS, SPENT, ROW_STATE = slice(2), 2, 3
 """Columns of the state of rows, and their number: that of `Guards.begin`, and `Block.spent`."""
 CAPTURED_CYCLES = 192  # maximum cycles that an engine keeps: seven sizes of a batch, each with some γ and rules
@@ -41,8 +40,7 @@ class Packed:
     """[B, 3+2γ], traced [B, 3+6γ]: n accepted, next token, non-finite; γ each of drafts, judged, parts of `_trace`.
     Of a guarded cycle one column more, `GuardedBlock.bits`, before the drafts.
     Of a cycle that shares its tokens [B, 4+3γ]: the limit of each row at the end, after the bits of q [B, γ]."""
-    drafted: int
-    """γ: draft tokens of each row."""
+    drafted: int  # γ: draft tokens of each row
     traced: bool
     shared: bool = False
     guarded: bool = False
@@ -82,32 +80,22 @@ class Packed:
 class SharedLimits(NamedTuple):
     """How a cycle shared its tokens."""
 
-    q: NDArray[np.float64]
-    """[B, γ] the draft's probability of each draft."""
-    limits: NDArray[np.int64]
-    """[B] how many drafts of each row were verified."""
+    q: NDArray[np.float64]  # [B, γ] the draft's probability of each draft
+    limits: NDArray[np.int64]  # [B] how many drafts of each row were verified
 
 
 @dataclass(frozen=True, slots=True)
 class CycleOutcome:
     """The outcome of a cycle on the host."""
 
-    accepted: NDArray[Any]
-    """[B] accepted drafts."""
-    next_token: NDArray[Any]
-    """[B] the target's token after them."""
-    non_finite: NDArray[Any]
-    """[B] 1 where a non-finite logit or hidden state was met."""
-    drafts: NDArray[Any]
-    """[B, γ] draft tokens."""
-    judged: NDArray[Any]
-    """[B, γ] 1 where the draft was accepted although the alignment rule rejects it."""
-    trace: NDArray[Any] | None
-    """[B, 4, γ] the four parts of `_trace`."""
-    shared: SharedLimits | None = None
-    """Of a cycle that shares its tokens."""
-    guarded: NDArray[Any] | None = None
-    """[B] `GuardedBlock.bits`."""
+    accepted: NDArray[Any]  # [B] accepted drafts
+    next_token: NDArray[Any]  # [B] the target's token after them
+    non_finite: NDArray[Any]  # [B] 1 where a non-finite logit or hidden state was met
+    drafts: NDArray[Any]  # [B, γ] draft tokens
+    judged: NDArray[Any]  # [B, γ] 1 where the draft was accepted although the alignment rule rejects it
+    trace: NDArray[Any] | None  # [B, 4, γ] the four parts of `_trace`
+    shared: SharedLimits | None = None  # of a cycle that shares its tokens
+    guarded: NDArray[Any] | None = None  # [B] `GuardedBlock.bits`
 
     def judged_tokens(self, row: int, tokens: int) -> tuple[JudgedToken, ...]:
         """The judged ones among the first `tokens` tokens of a row; none without a trace."""
@@ -172,8 +160,7 @@ class Cycle:
         zeros = first.new_zeros((len(first), ROW_STATE), dtype=torch.float32)
         self.row_state = zeros if row_state is None else row_state.clone()
         """[B, ROW_STATE] what a rule has to know of each answer so far."""
-        self.q: Tensor | None = None
-        """[B, γ] the draft's probabilities of its drafts, where tokens are shared."""
+        self.q: Tensor | None = None  # [B, γ] the draft's probabilities of its drafts, where tokens are shared
         # until `limit` is called: as many as fit, so that the cycle can be captured before its first run
         self.limits = torch.full_like(first, gamma if tokens is None else min(gamma, tokens // len(first) - 1))
         """[B] drafts of each row that are verified, where rows are `limited`."""
@@ -181,8 +168,7 @@ class Cycle:
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
         )
-        self.captured: list[Callable[[], None]] | None = None
-        """The four phases, where the engine has captured them."""
+        self.captured: list[Callable[[], None]] | None = None  # the four phases, where the engine has captured them
         self.drafts = self.last[:, :0]
         self.draft_logits: Tensor | None = None
         self.output: Output | None = None

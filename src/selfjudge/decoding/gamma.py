@@ -47,23 +47,18 @@ CANDIDATE = 0.95  # a γ of at least this share of the best expected speed is ca
 class DraftRecord:
     """Results of drafting under one rule and about as many rows; the next batch begins with them."""
 
-    tokens: float = 0.0
-    """Tokens of cycles with drafts, with decay."""
-    plain_tokens: float = 0.0
-    """Tokens that plain decoding would have produced in the same time."""
+    tokens: float = 0.0  # tokens of cycles with drafts, with decay
+    plain_tokens: float = 0.0  # tokens that plain decoding would have produced in the same time
     acceptance: Acceptance = field(default_factory=Acceptance)
     blocks: NDArray[np.float64] = field(default_factory=lambda: np.zeros(BLOCK_COUNTS))
     """Tokens and the cycles of each γ that make them (`RowBlocks`), of all rows."""
-    credit: float = float("nan")
-    """Seconds that probes may lose; NaN before the first batch."""
+    credit: float = float("nan")  # seconds that probes may lose; NaN before the first batch
     lost_seconds: float = 0.0
     """Seconds lost because the best γ was not captured; once they exceed the cost of a capture, it is."""
     sharing: dict[int, float] = field(default_factory=dict)
     """Tokens of a cycle whose rows share d drafts each, relative to one in which every row has d."""
-    entry_gamma: int = 0
-    """γ that requests got last when they entered with drafts; 0 before."""
-    plain_entries: int = 0
-    """How often requests entered with γ = 0 since drafts were last tried."""
+    entry_gamma: int = 0  # γ that requests got last when they entered with drafts; 0 before
+    plain_entries: int = 0  # how often requests entered with γ = 0 since drafts were last tried
 
 
 @dataclass
@@ -71,8 +66,7 @@ class PairStatistics:
     """What all batches of two engines and their models know."""
 
     costs: CostTable = field(default_factory=CostTable)
-    capture_seconds: float = 0.05
-    """Seconds that the latest graph capture took."""
+    capture_seconds: float = 0.05  # seconds that the latest graph capture took
     calibrations: dict[str, Calibration] = field(default_factory=dict)
     """Calibration of the draft's probabilities under each rule."""
     records: dict[tuple[str, int], DraftRecord] = field(default_factory=dict)
@@ -83,8 +77,7 @@ class LiveRows(NamedTuple):
     """The rows of a batch that have not ended."""
 
     blocks: RowBlocks
-    left: NDArray[np.int64]
-    """[B] tokens that each row may still emit."""
+    left: NDArray[np.int64]  # [B] tokens that each row may still emit
 
 
 class GammaPolicy:
@@ -123,8 +116,7 @@ class RequestGamma(GammaPolicy):
     """Chooses γ for requests when they enter, by the table and by what earlier answers accepted, and keeps to it: an
     answer depends on this number, not on its neighbours or on the clock."""
 
-    draft_on: ClassVar[None] = None
-    """Drafting never ends early."""
+    draft_on: ClassVar[None] = None  # drafting never ends early
     KNOWN = 50.0  # tokens after which the counts of a record are believed
     CLEARLY = 1.03  # another γ must be faster by this factor: the same request then gives the same answer
 

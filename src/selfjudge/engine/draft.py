@@ -253,8 +253,7 @@ class BatchEngines:
     """A target's engine and its draft over the same rows."""
 
     target: Engine
-    draft: Drafter | None = None
-    """None for plain decoding."""
+    draft: Drafter | None = None  # none for plain decoding
     kept: dict[Hashable, Any] = field(default_factory=dict)
     """What one batch hands on to the next, such as measured speeds."""
     shape: str = ""

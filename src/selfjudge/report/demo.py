@@ -80,42 +80,7 @@ def _find_busy(result: Mapping[str, Any]) -> str:
     return next((row["busy"] for row in result["rows"] if row.get("busy")), "")
 
 
-def with_shown_speeds(gain: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows with `shown_speed` and `shown_ratio`: medians, on a busy machine the turns' own ranges, or "busy".
-
-    A range is shown where there are several turns and all of them rank the rule on the same side of plain decoding.
-    """
-    rows = gain["rows"]
-    if not gain["busy"]:
-        return [{**r, "shown_speed": r["tokens_per_second"], "shown_ratio": r["speed_over_plain"]} for r in rows]
-    shown = []
-    for row in rows:
-        ratios = _compare_turns(row, rows[0])
-        agree = len(ratios) > 1 and (row is rows[0] or _same_side(ratios))
-        ratio = 1.0 if row is rows[0] else _show_range(ratios)
-        speeds = [len(row["tokens"]) / seconds for seconds in row["seconds"]]
-        known = {"shown_speed": _show_range(speeds), "shown_ratio": ratio}
-        shown.append({**row, **(known if agree else dict.fromkeys(known, "busy"))})
-    return shown
-
-
-def _compare_turns(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
-    """In each turn the speed of a rule over another's, in tokens/s."""
-    size = len(row["tokens"]) / len(other["tokens"])
-    return [size * theirs / own for own, theirs in zip(row["seconds"], other["seconds"], strict=True)]
-
-
-def _same_side(ratios: Sequence[float]) -> bool:
-    return min(ratios) > 1 or max(ratios) < 1
-
-
-def _show_range(values: Sequence[float]) -> str:
-    return f"{min(values):.1f} to {max(values):.1f}"
-
-
-_say = Sentences(
-    "demo.txt", glossary=GLOSSARY, compare_turns=_compare_turns, same_side=_same_side, show_range=_show_range
-)
+_say = Sentences("demo.txt", glossary=GLOSSARY)
 
 
 def describe_next(result: Mapping[str, Any]) -> str:
@@ -137,19 +102,19 @@ def gain_table(gain: Mapping[str, Any]) -> Table:
     """The question on the large model: what each rule took for it."""
     columns = (
         RULE,
-        Column("tokens/s", "shown_speed", tenths, help="median of the turns; their range on a busy machine"),
-        Column("× plain", "shown_ratio", fixed),
+        Column("tokens/s", _unless_busy("tokens_per_second"), tenths, help="median of the turns"),
+        Column("× plain", _unless_busy("speed_over_plain"), fixed),
         PER_PASS,
         Column(GAMMA.head, "gamma_mean", tenths),
         Column("passes", "passes", help="of the large model, the one that reads the prompt included"),
         word_column("the answer", lambda r: "the same" if r["same_as_plain"] else f"{r['judged']} tokens substituted"),
     )
     turns = len(gain["rows"][0]["seconds"])
-    kind = "ranges" if gain["busy"] else "medians"
-    note = f"{gain['pair']}, {gain['dtype']}, the draft {gain['draft_dtype']}; {kind} of {turns} turns."
+    note = f"{gain['pair']}, {gain['dtype']}, the draft {gain['draft_dtype']}; medians of {turns} turns."
     if len(gain["rows"]) > 2:
         note += f" {gain['rows'][2]['rule']} drafts as much per step as exact did, so that their m compare."
-    return Table("gain", "One question by turns", columns, tuple(with_shown_speeds(gain)), note)
+    rows = tuple({**row, "busy": gain["busy"]} for row in gain["rows"])
+    return Table("gain", "One question by turns", columns, rows, note)
 
 
 def _table(result: Mapping[str, Any]) -> Table:

@@ -17,16 +17,11 @@ class Packing(NamedTuple):
     All of it is computed on the device, so that a captured pass takes any counts whose sum is at most N.
     """
 
-    row: Tensor
-    """[N] the row of each place; padding has the last row."""
-    column: Tensor
-    """[N] the column of each place in its row."""
-    valid: Tensor
-    """[N] 1, or 0 for padding."""
-    place: Tensor
-    """[B, T] the place of each cell; cells beyond a row's tokens have that of its last token."""
-    start: Tensor
-    """[B+1] the first place of each row, and the end of the last row."""
+    row: Tensor  # [N] the row of each place; padding has the last row
+    column: Tensor  # [N] the column of each place in its row
+    valid: Tensor  # [N] 1, or 0 for padding
+    place: Tensor  # [B, T] the place of each cell; cells beyond a row's tokens have that of its last token
+    start: Tensor  # [B+1] the first place of each row, and the end of the last row
 
     @classmethod
     def of(cls, counts: Tensor, width: int, total: int) -> Self:
@@ -42,12 +37,10 @@ class Packing(NamedTuple):
 class HeadNorms(NamedTuple):
     """Norms of queries and keys, before they are rotated."""
 
-    query: Tensor
-    """[D] for each head, or [Hq, D] for the whole row."""
+    query: Tensor  # [D] for each head, or [Hq, D] for the whole row
     key: Tensor
     epsilon: float
-    dim: int
-    """Columns of a head that are not padding."""
+    dim: int  # columns of a head that are not padding
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
         """Norm queries or keys [B, T, heads, D]."""
@@ -61,10 +54,8 @@ class Scoring(NamedTuple):
     """How attention scores keys."""
 
     scale: float
-    window: int = 0
-    """Positions that a query sees, its own included; 0: all."""
-    cap: float = 0.0
-    """Largest score, by tanh; 0: any."""
+    window: int = 0  # positions that a query sees, its own included; 0: all
+    cap: float = 0.0  # largest score, by tanh; 0: any
 
 
 def times_weight(wide: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,8 +26,7 @@ class LayerWeights(NamedTuple):
     gate_up: Tensor
     down: Tensor
     scoring: Scoring
-    table: int
-    """Which of the rotary tables is its own."""
+    table: int  # which of the rotary tables is its own
     head_norms: HeadNorms | None = None
     attention_after: Tensor | None = None
     gate_up_bias: Tensor | None = None
