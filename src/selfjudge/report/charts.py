@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from selfjudge.report import records
 from selfjudge.report.formats import change, gain, points, show_number
@@ -13,8 +13,6 @@ from selfjudge.report.tables import number_ids
 
 MOST_METHODS = 5  # number of methods in one chart; the tables have all
 GAIN = "gain in m against exact, %"
-POINTS_TO_SCALE = 25.0
-"""Points of score below `exact` that a trade-off shows to scale: a rule that loses more would compress the others."""
 FIRST = ("exact", "judged", "margin", "fly", "topk")  # rules that a chart draws first, one method of each
 
 
@@ -46,10 +44,6 @@ class Chart:
     series: tuple[Series, ...]
     task: str = ""
     level: float | None = None  # the y of a horizontal line, such as that of `exact`
-    floor: float | None = None  # points below it are drawn at the lower edge, with their value beside them
-
-    def is_below(self, point: Point) -> bool:
-        return self.floor is not None and point.y < self.floor
 
     @property
     def description(self) -> str:
@@ -66,16 +60,6 @@ class Chart:
 def make_charts(results: Results) -> dict[str, list[Chart]]:
     """Section → its charts; sections without data are left out."""
     return number_ids({"trade-off": trade_offs(results.runs), "agreement": agreements(results.runs)})
-
-
-def put_far_points_at_the_edge(chart: Chart) -> Chart:
-    """The chart with the points far below `exact` at its lower edge, unless hardly any would be above."""
-    assert chart.level is not None
-    cut = replace(chart, floor=chart.level - POINTS_TO_SCALE)
-    below = [cut.is_below(p) for s in chart.series for p in s.points]
-    if not any(below) or below.count(False) < 2:
-        return chart
-    return replace(cut, title=f"{chart.title}; {sum(below)} below, at the edge")
 
 
 @dataclass(frozen=True)
@@ -138,7 +122,7 @@ def trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
         finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {shown}"
         axes = GAIN, f"change of {run.measure}, points"
         name = records.slug("trade-off", facet.slug)
-        yield put_far_points_at_the_edge(Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0))
+        yield Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0)
 
 
 def _score_point(run: EvalRun) -> Point:

@@ -12,14 +12,14 @@ import re
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from selfjudge.report.charts import Chart, Point, Series
-from selfjudge.report.formats import fixed, show_number
+from selfjudge.report.formats import show_number
 from selfjudge.store import read_asset
 
 if TYPE_CHECKING:
@@ -106,32 +106,26 @@ def _draw_lines(axes: Axes, chart: Chart) -> Tooltips:
     if chart.level is not None:
         axes.axhline(chart.level, color=SOFT, linewidth=1, linestyle=(0, (2, 4)), clip_on=False)
     for place, series in enumerate(chart.series):
-        drawn = [_at_the_edge(p, low) if chart.is_below(p) else p for p in series.points]
-        if len(drawn) > 1:
-            axes.add_line(_line(*_coordinates(drawn), series.style, gid=f"line-{place}"))
-        if drawn and series.marked:
-            axes.add_line(_marks(*_coordinates(drawn), series.style, gid=f"mark-{place}", zorder=3))
-            tooltips[f"mark-{place}"] = [p.label for p in drawn]
-            _draw_tags(axes, series, drawn, f"tag-{place}")
-        for point in (p for p in drawn if p.interval is not None):
+        points = series.points
+        if len(points) > 1:
+            axes.add_line(_line(*_coordinates(points), series.style, gid=f"line-{place}"))
+        if points and series.marked:
+            axes.add_line(_marks(*_coordinates(points), series.style, gid=f"mark-{place}", zorder=3))
+            tooltips[f"mark-{place}"] = [p.label for p in points]
+            _draw_tags(axes, series, f"tag-{place}")
+        for point in (p for p in points if p.interval is not None):
             ends = [max(low, min(high, end)) for end in point.interval or ()]
             axes.plot([point.x] * 2, ends, color=_colour(series.style), linewidth=1.2, zorder=2, clip_on=False)
     return tooltips
-
-
-def _at_the_edge(point: Point, edge: float) -> Point:
-    """The point where it can be seen, with its value beside it."""
-    return replace(point, y=edge, tag=f"{point.tag} ↓ {fixed(point.y, 1)}".strip(), interval=None)
 
 
 def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [p.x for p in points], [p.y for p in points]
 
 
-def _draw_tags(axes: Axes, series: Series, points: Sequence[Point], gid: str) -> None:
-    for point in (p for p in points if p.tag):
-        # neighbouring series do not write into the same place, and none into the axis
-        below = -14 if series.style % 2 and "↓" not in point.tag else 7
+def _draw_tags(axes: Axes, series: Series, gid: str) -> None:
+    for point in (p for p in series.points if p.tag):
+        below = -14 if series.style % 2 else 7  # neighbouring series do not write into the same place
         axes.annotate(
             _shorten(point.tag), (point.x, point.y), (0, below), textcoords="offset points", ha="center",
             weight="bold", color=_colour(series.style), gid=gid, zorder=4,
@@ -139,15 +133,14 @@ def _draw_tags(axes: Axes, series: Series, points: Sequence[Point], gid: str) ->
 
 
 def _set_axes(axes: Axes, chart: Chart) -> None:
-    """Limits that hold every point, down to the chart's floor; round ticks and names."""
+    """Limits that hold every point; round ticks and names."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     points = [p for s in chart.series for p in s.points]
-    to_scale = [p for p in points if not chart.is_below(p)]
-    ends = [end for p in to_scale for end in p.interval or () if chart.floor is None or end >= chart.floor]
-    levels = [level for level in (chart.level, chart.floor) if level is not None]
+    ends = [end for p in points for end in p.interval or ()]
+    levels = [] if chart.level is None else [chart.level]
     axes.set_xlim(*_with_margin([p.x for p in points]))
-    axes.set_ylim(*_with_margin([*(p.y for p in to_scale), *ends, *levels]))
+    axes.set_ylim(*_with_margin([*(p.y for p in points), *ends, *levels]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         axis.set_major_formatter(FuncFormatter(lambda value, _: show_number(value)))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, in_points, put_far_points_at_the_edge
+from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, in_points
 from selfjudge.report.formats import Sentences, change, fixed, gain, show_count, signed_points
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
 from selfjudge.report.tables import AGREEMENT, PER_PASS, RULE, Column, Row, Table, average_row, score_column
@@ -98,8 +98,7 @@ def _chart(rows: Sequence[Row]) -> Chart:
     first = others[0]
     shown = change(first["delta_score"], first["delta_ci"], first["few"])
     finding = f"{first['rule']}: {gain(first['m_ratio'])} m, {shown}"
-    chart = Chart("verdict", finding, GAIN, "change of the score, points", tuple(series), level=0.0)
-    return put_far_points_at_the_edge(chart)
+    return Chart("verdict", finding, GAIN, "change of the score, points", tuple(series), level=0.0)
 
 
 def _table(rows: Sequence[Row], where: str) -> Table:
