@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from selfjudge.types import MAX_GAMMA
 
 DECAY = 0.97  # weight of the counts so far when the next cycle is counted
-BLOCK_COUNTS = (
-    MAX_GAMMA + 4
-)  # drafts that were reached, those accepted, tokens, and for each γ the cycles that make them
+OWN_TOKENS = 16.0  # tokens after which a row's own counts weigh as much as those of all rows
+BLOCK_COUNTS = MAX_GAMMA + 4  # drafts reached, drafts accepted, tokens, and for each γ the cycles that make them
 
 
 class Acceptance:
@@ -108,8 +107,6 @@ class RowBlocks(NamedTuple):
     run: NDArray[np.int64]
     """[B] tokens since a draft was last rejected: a longer block might have had the next ones, too."""
 
-    OWN_TOKENS = 16.0  # tokens after which a row's own counts weigh as much as those of all rows
-
     @classmethod
     def new(cls, rows: int) -> RowBlocks:
         return cls(np.zeros((rows, BLOCK_COUNTS)), np.zeros(rows, np.int64))
@@ -141,8 +138,7 @@ class RowBlocks(NamedTuple):
 
     def tokens(self, all_rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """[B, 1+MAX_GAMMA] tokens of a row's cycle by γ; `all_rows` are those of any row."""
-        own = self.OWN_TOKENS
-        return (self.counts[:, 2:3] + own) / (self.counts[:, 3:] + own / all_rows)
+        return (self.counts[:, 2:3] + OWN_TOKENS) / (self.counts[:, 3:] + OWN_TOKENS / all_rows)
 
 
 def tokens_by_gamma(counts: NDArray[np.float64]) -> NDArray[np.float64]:

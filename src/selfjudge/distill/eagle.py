@@ -204,9 +204,7 @@ def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tup
     later = torch.ones(wide, wide, dtype=torch.bool, device=q.device).triu(1)
     scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).masked_fill_(later, -torch.inf)
     own = torch.stack([(grouped * key.unsqueeze(2)).sum(-1) for key, _ in chain], -1)
-    own = F.pad(
-        own, (0, -len(chain) % 8), value=-torch.inf
-    )  # rows whose width is no multiple of 8 are slow to multiply on CUDA
+    own = F.pad(own, (0, -len(chain) % 8), value=-torch.inf)  # other widths than multiples of 8 are slow on CUDA
     shares = torch.cat([scores, own.to(scores.dtype)], -1).softmax(-1).to(values.dtype)
     out = shares[..., :wide] @ values.unsqueeze(2)
     for n, (_, value) in enumerate(chain):

@@ -59,15 +59,10 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
             if not unknown or not (file.parent / "tokenizer.json").is_file():
                 advice = "; put its tokenizer.json and tokenizer_config.json beside it" if unknown else ""
                 raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}{advice}") from None
-            tokenizer = _read_tokenizer_beside(file)
-    return tokenizer
-
-
-def _read_tokenizer_beside(file: Path) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
-    except Exception as error:  # as above
-        raise SelfJudgeError(f"cannot read the tokenizer beside {file}: {first_line(error)}") from None
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
+            except Exception as beside:  # as above
+                raise SelfJudgeError(f"cannot read the tokenizer beside {file}: {first_line(beside)}") from None
     return tokenizer
 
 
