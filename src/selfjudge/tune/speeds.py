@@ -25,8 +25,9 @@ from selfjudge.tune.config import Families
 from selfjudge.tune.pairs import find_best, is_promising
 from selfjudge.types import Notify, Origin, ignore
 
-TIMED_TOKENS = {"cpu": 32, "cuda": 256}
-"""Tokens of an answer that is counted or timed, by device: 32 of a fast one would time the prefill."""
+TIMED_TOKENS = {"cpu": 64, "cuda": 256}
+"""Tokens of an answer that is counted or timed, by device: fewer would time the prefill, and the first
+tokens, which guards verify exactly."""
 COUNTED_PROMPTS = 64
 """The most prompts set aside that rules answer."""
 FEWEST_ROWS = 4
