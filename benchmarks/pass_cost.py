@@ -143,7 +143,12 @@ def prepare_pass(
         engine.rewind(back)
 
     (captured,) = engine.capture([step], engine.state())
-    return captured
+
+    def replay() -> None:
+        assert engine is not None  # a graph does not keep the tensors that it reads
+        captured()
+
+    return replay
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def limit_memory(device: torch.device, text: str) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     if size > max(1, total):
         raise SelfJudgeError(f"`gpu_memory` {text} is more than the {total / 1e9:.0f} GB of this device")
-    torch.cuda.set_per_process_memory_fraction(size if size <= 1 else size / total, device)
+    torch.cuda.set_per_process_memory_fraction(size if size <= 1 else size / total, _index(device))
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -69,8 +69,15 @@ def free_memory(device: torch.device) -> int | None:
         return available_memory()
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    limit = int(torch.cuda.get_per_process_memory_fraction(_index(device)) * total)
     return min(free, limit - reserved) + reserved - allocated
+
+
+def _index(device: torch.device) -> int:
+    """The number of a CUDA device, also where its name has none: some functions of torch want it."""
+    import torch
+
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def check_memory(needed: int, reference: str, device: torch.device | None = None) -> None:
