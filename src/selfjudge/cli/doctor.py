@@ -27,8 +27,7 @@ from selfjudge.store import home, machine, measured_on, versions
 EXTRAS = {"serve": "selfjudge serve", "eval": "benchmarks", "vllm": "vLLM"}  # what each extra of the package is for
 ROOM = 3_000_000_000
 """Bytes on the disk below which a pull may fail: the larger embedded model while it is put together."""
-ROW = 4096
-"""Tokens of the rows of `doctor --model`, where the model holds so many."""
+ROW = 4096  # tokens of the rows of `doctor --model`, where the model holds so many
 
 
 @dataclass(frozen=True)

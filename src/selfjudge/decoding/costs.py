@@ -59,8 +59,7 @@ class CostTable:
         """Whether cycles of answers contradict the table: it is measured again before the next batch, once."""
         self.rough = False
         """Whether some of it was measured beside other programs: good enough to choose by, not to be shown."""
-        self.unmeasurable = False
-        """Whether the context window is too short for a measurement."""
+        self.unmeasurable = False  # whether the context window is too short for a measurement
         self._renewed = False
         self._kept: set[int] = set()  # rows that are in the file, or may be written to it
         self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))

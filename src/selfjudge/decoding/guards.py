@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
-STRICT_START, STRICT_CODE = 16, True
-"""The guards of relaxed rules where nobody names others."""
+STRICT_START, STRICT_CODE = 16, True  # the guards of relaxed rules where nobody names others
 
 (LINE, TEXT, TICK, TICKS, CODE_LINE, CODE, CODE_TICK, CODE_TICKS, REST, BRACKET, JSON, JSON_LINE, ALWAYS) = range(13)
 """States: at the start of a line, and within; one and two backticks; the same four inside a fence; the rest of a line
@@ -98,8 +97,7 @@ class StructureTable:
             rows[piece] = after
         numbers = {piece: number for number, piece in enumerate(rows)}
         table = np.array([*rows.values()], np.uint8).reshape(-1, STATES)
-        self.after: NDArray[np.uint8] = table[[numbers[piece] for piece in alike]]
-        """[V, STATES]"""
+        self.after: NDArray[np.uint8] = table[[numbers[piece] for piece in alike]]  # [V, STATES]
         self._devices: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def __repr__(self) -> str:

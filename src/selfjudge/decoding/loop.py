@@ -242,10 +242,8 @@ class _StartedCycle(NamedTuple):
     number: int
     packed: Packed
     timer: PhaseTimer
-    behind: bool = False
-    """Whether the draft had to catch up."""
-    gammas: NDArray[np.int64] | None = None
-    """Drafts of each row, where rows have a γ of their own."""
+    behind: bool = False  # whether the draft had to catch up
+    gammas: NDArray[np.int64] | None = None  # drafts of each row, where rows have a γ of their own
 
 
 @dataclass
@@ -254,18 +252,15 @@ class _LiveBatch:
 
     engines: BatchEngines
     rule: AcceptanceRule
-    gamma: int
-    """Maximum drafts of a cycle."""
+    gamma: int  # maximum drafts of a cycle
     eos_ids: Collection[int]
     trace: bool
     controller: GammaController | RequestGamma | _Schedule | None = None
     """Chooses γ for every cycle, or for every row that enters; None where γ is fixed."""
     rows: BatchRows = field(default_factory=lambda: BatchRows.new((), ()))
     cycle: Cycle | None = None
-    plain_cycles: int = 0
-    """Cycles since the last drafts."""
-    changed: bool = False
-    """Whether rows have entered or left since the last cycle."""
+    plain_cycles: int = 0  # cycles since the last drafts
+    changed: bool = False  # whether rows have entered or left since the last cycle
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.rule.sampling is not None, self.engines.target.device)

@@ -342,5 +342,4 @@ def _convert(rule: str, key: str, text: str, default: object) -> object:
     return value
 
 
-OPEN_REQUEST = RuleRequest()
-"""A request that leaves everything open."""
+OPEN_REQUEST = RuleRequest()  # a request that leaves everything open

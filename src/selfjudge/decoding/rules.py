@@ -48,15 +48,12 @@ class AcceptanceRule:
     name: ClassVar[str]
     summary: ClassVar[str]
     lossless: ClassVar[bool] = False
-    reads_logits: ClassVar[bool] = True
-    """Whether the rule reads more of the target's logits than their argmax."""
-    reads_draft: ClassVar[bool] = False
-    """Whether the rule reads the draft's logits also where nothing is sampled."""
+    reads_logits: ClassVar[bool] = True  # whether the rule reads more of the target's logits than their argmax
+    reads_draft: ClassVar[bool] = False  # whether the rule reads the draft's logits also where nothing is sampled
     sampling: ClassVar[Sampling | None] = None
     judge: ClassVar[Judge | None] = None
     theta: ClassVar[float | None] = None
-    defaults: ClassVar[dict[str, object]] = {}
-    """Defaults of options whose field says None because they exclude others."""
+    defaults: ClassVar[dict[str, object]] = {}  # defaults of options whose field says None because they exclude others
 
     strict_start: int | None = field(
         default=None, kw_only=True, metadata=setting(None, "First tokens verified exactly", minimum=0).metadata

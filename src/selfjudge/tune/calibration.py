@@ -265,14 +265,11 @@ class TuneJob:
     config: TuneConfig
     judge: Judge | None
     families: Families
-    groups: list[list[CalibrationPrompt]]
-    """Groups of prompts to calibrate with, in their order."""
-    aside: list[list[CalibrationPrompt]]
-    """Groups to choose γ with; no certificate rests on them."""
+    groups: list[list[CalibrationPrompt]]  # groups of prompts to calibrate with, in their order
+    aside: list[list[CalibrationPrompt]]  # groups to choose γ with; no certificate rests on them
     measure: LossMeasure
     batch: int
-    earlier: tuple[str, ...] = ()
-    """Dates of earlier attempts on some of these prompts."""
+    earlier: tuple[str, ...] = ()  # dates of earlier attempts on some of these prompts
 
     @classmethod
     def prepare(

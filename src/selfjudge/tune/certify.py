@@ -100,8 +100,7 @@ class Decision:
 
     refuted_at: int | None
     """The number of prompts after which E[D] > ε was refuted: then the claim is certified, whatever follows."""
-    futile: bool
-    """Whether it is not certified and will hardly be, so that the prompts are better spent on another rule."""
+    futile: bool  # whether it is not certified and will hardly be, so that the prompts are better spent on another rule
     log_capital: Floats
 
     @property

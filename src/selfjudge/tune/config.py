@@ -31,12 +31,9 @@ FAMILIES = tuple(_RULES)
 _QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the judge rejects
 _THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # thresholds of a judge without a quality curve
 Families = dict[str, tuple[str, ...]]  # the rules of each family as text, from strict to loose
-RefusedRule = tuple[str, str, str]
-"""The family and text of a rule that does not work with the γ of a run, and why."""
-GAMMAS = {"cpu": (1, 2, 3, 5, 8), "cuda": (1, 2, 3, 5, 8, 12, 20, 32)}
-"""Draft lengths to choose from, by device."""
-LOADS = {"cpu": (1,), "cuda": (1, 8, 64)}
-"""Rows at a time that γ is chosen for, by device, if none are given."""
+RefusedRule = tuple[str, str, str]  # the family and text of a rule that does not work with the γ of a run, and why
+GAMMAS = {"cpu": (1, 2, 3, 5, 8), "cuda": (1, 2, 3, 5, 8, 12, 20, 32)}  # draft lengths to choose from, by device
+LOADS = {"cpu": (1,), "cuda": (1, 8, 64)}  # rows at a time that γ is chosen for, by device, if none are given
 MOST_LOADS = 8
 MEASURES = ("auto", "score", "same_answer", "overlap")
 CPU_BATCH, CUDA_BATCH = 8, 256  # default batch sizes by device

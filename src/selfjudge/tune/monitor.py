@@ -141,8 +141,7 @@ class DriftMonitor:
             name: (Monitor(high, share, DRIFT_ROUND), Monitor(1.0 - low, share, DRIFT_ROUND))
             for name, (low, high) in scope.items()
         }
-        self.changed: str | None = None
-        """The figure that has changed, once one has."""
+        self.changed: str | None = None  # the figure that has changed, once one has
 
     def observe(self, figures: Mapping[str, float]) -> bool:
         """The figures of an answer; True if it is the one that shows a change."""

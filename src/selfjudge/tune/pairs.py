@@ -15,8 +15,7 @@ from typing import Any
 from selfjudge.tune.config import Families
 
 BASELINES = ("exact", "plain")
-Speeds = Sequence[dict[str, Any]]
-"""Rows of load, rule, γ, tokens per cycle and expected tokens/s."""
+Speeds = Sequence[dict[str, Any]]  # rows of load, rule, γ, tokens per cycle and expected tokens/s
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ class RulePair:
     loads: tuple[int, ...]
 
 
-Pairs = dict[str, list[RulePair]]
-"""The pairs of each family, in the order in which they are tested."""
+Pairs = dict[str, list[RulePair]]  # the pairs of each family, in the order in which they are tested
 
 
 def find_best(speeds: Speeds, load: int, rules: Collection[str]) -> dict[str, Any] | None:

@@ -45,8 +45,7 @@ from selfjudge.tune.verify import CERTIFICATE, describe_overlap, pack, summarise
 from selfjudge.types import Notify, Warn, ignore
 
 ATTEMPT = "attempt"  # the part of a folder that says which attempt of the ledger it is
-Flags = Callable[[Mapping[str, Any], Path], str | None]
-"""A recipe and its folder → the options of `vllm serve`."""
+Flags = Callable[[Mapping[str, Any], Path], str | None]  # a recipe and its folder → the options of `vllm serve`
 
 
 def tune_pair(

@@ -28,10 +28,8 @@ from selfjudge.types import Notify, Origin, ignore
 TIMED_TOKENS = {"cpu": 64, "cuda": 256}
 """Tokens of an answer that is counted or timed, by device: fewer would time the prefill, and the first
 tokens, which guards verify exactly."""
-COUNTED_PROMPTS = 64
-"""The most prompts set aside that rules answer."""
-FEWEST_ROWS = 4
-"""Prompts of a turn at least, however few are answered at a time."""
+COUNTED_PROMPTS = 64  # the most prompts set aside that rules answer
+FEWEST_ROWS = 4  # prompts of a turn at least, however few are answered at a time
 FEWEST_TURNS = 4
 """Turns of the rules that are compared. From fewer no interval is given."""
 
@@ -59,18 +57,13 @@ class PairSearch:
     """Expected speeds of rules at every γ and load."""
 
     answerer: Answerer
-    plan: Callable[[str, int], RuleRun]
-    """A rule's text and γ → its run; refused if the two do not fit."""
+    plan: Callable[[str, int], RuleRun]  # a rule's text and γ → its run; refused if the two do not fit
     prompts: Sequence[Prompt]
-    gammas: Sequence[int]
-    """The γ to choose from, rising."""
-    costs: Mapping[int, Sequence[float]]
-    """Load → seconds of a cycle by drafts."""
-    tokens: int
-    """Maximum new tokens of an answer."""
+    gammas: Sequence[int]  # the γ to choose from, rising
+    costs: Mapping[int, Sequence[float]]  # load → seconds of a cycle by drafts
+    tokens: int  # maximum new tokens of an answer
     notify: Notify = ignore
-    deadline: float = math.inf
-    """After it the figures of a looser rule stand in for those of a stricter one."""
+    deadline: float = math.inf  # after it the figures of a looser rule stand in for those of a stricter one
     speeds: list[Row] = field(default_factory=list)
     _tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     _looser: dict[str, str] = field(default_factory=dict)  # the next rule of a rule's family
@@ -135,8 +128,7 @@ class PairSearch:
 class Timing:
     """A rule at one γ: tokens and seconds of each turn."""
 
-    rule: str
-    """The rule as text; plain decoding is `plain`."""
+    rule: str  # the rule as text; plain decoding is `plain`
     run: RuleRun
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -151,8 +143,7 @@ class Comparison:
     """Certified rules, `exact` and plain decoding, timed by turns."""
 
     timings: Mapping[str, Timing]
-    busy: str = ""
-    """Why the times are not reliable; empty where they are."""
+    busy: str = ""  # why the times are not reliable; empty where they are
 
     @property
     def doubt(self) -> str:

@@ -36,24 +36,18 @@ class RuleTrial:
     """A rule at one γ and its claim, tested on the first batches of the calibration prompts."""
 
     family: str
-    name: str
-    """Prefix of the trial's parts in the folder."""
+    name: str  # prefix of the trial's parts in the folder
     rule: str
     gamma: int
     claim: Claim
-    loads: Sequence[int] = ()
-    """Loads at which γ is the rule's best one."""
-    sizes: Sequence[int] = ()
-    """Prompts of each group."""
-    refused: str = ""
-    """Why the rule is not tried."""
+    loads: Sequence[int] = ()  # loads at which γ is the rule's best one
+    sizes: Sequence[int] = ()  # prompts of each group
+    refused: str = ""  # why the rule is not tried
     samples: list[Row] = field(default_factory=list)
     exact: list[Row] = field(default_factory=list)
-    differences: list[float] = field(default_factory=list)
-    """D of each prompt, in the prompts' order."""
+    differences: list[float] = field(default_factory=list)  # D of each prompt, in the prompts' order
     decision: Decision | None = None
-    stopped: bool = False
-    """Whether the time was up before the claim was decided."""
+    stopped: bool = False  # whether the time was up before the claim was decided
 
     @property
     def observations(self) -> Floats:
@@ -103,14 +97,10 @@ class LoadOutcome:
 
     load: int
     best: RuleTrial | None
-    exact_gamma: int
-    """γ at which `exact` was expected to be the fastest."""
-    speeds: Sequence[Row]
-    """What was expected at every γ and load; empty if γ was given."""
-    decoded_gamma: int
-    """γ of the answers of `exact` that trials were compared with."""
-    comparison: Comparison | None = None
-    """Measured speeds of certified rules, `exact` and plain decoding."""
+    exact_gamma: int  # γ at which `exact` was expected to be the fastest
+    speeds: Sequence[Row]  # what was expected at every γ and load; empty if γ was given
+    decoded_gamma: int  # γ of the answers of `exact` that trials were compared with
+    comparison: Comparison | None = None  # measured speeds of certified rules, `exact` and plain decoding
 
     @property
     def doubt(self) -> str:
@@ -191,10 +181,8 @@ class TuneResult:
 
     trials: list[RuleTrial]
     outcomes: list[LoadOutcome]
-    speeds: Sequence[Row]
-    """Expected speeds, which chose γ."""
-    families: Sequence[str]
-    """Families that shared δ."""
+    speeds: Sequence[Row]  # expected speeds, which chose γ
+    families: Sequence[str]  # families that shared δ
 
 
 class Tuning:

@@ -28,8 +28,7 @@ SHARED = (
     *("engine", "dtype", "draft_dtype"),
 )
 """What recipe and certificate both say."""
-ROW = ("load", "rule", "resolved", "gamma")
-"""What both say of each load."""
+ROW = ("load", "rule", "resolved", "gamma")  # what both say of each load
 JUDGE_FILES = ("config.json", "model.safetensors")
 TestedPair = tuple[str, int]  # a rule and γ
 MOST = 200_000  # packed numbers, and prompts

@@ -31,8 +31,7 @@ BY_BATCH = "num_speculative_tokens_per_batch_size"
 MAX_WARNINGS = 100  # the most warnings about requests in the log of one engine
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 REQUEST_FIELDS = ("rule", "theta", "quality", "price", *STRICT)
-Schedule = tuple[tuple[int, int, int], ...]
-"""First and last number of requests at a time, and their γ."""
+Schedule = tuple[tuple[int, int, int], ...]  # first and last number of requests at a time, and their γ
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
@@ -47,12 +46,9 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
 class WorkerConfig:
     """The object under "selfjudge" of vLLM's `--additional-config`: fields of a `RuleRequest`, and `guard`."""
 
-    own: RuleRequest = OPEN_REQUEST
-    """The judge, and the rule of requests that name none."""
-    guard: bool = True
-    """Leave special tokens to the target, whatever the rule."""
-    costs: str = ""
-    """The shape of the table of costs that the worker measures, unless there is one; empty: none."""
+    own: RuleRequest = OPEN_REQUEST  # the judge, and the rule of requests that name none
+    guard: bool = True  # leave special tokens to the target, whatever the rule
+    costs: str = ""  # the shape of the table of costs that the worker measures, unless there is one; empty: none
 
     @classmethod
     def read(cls, additional: Any) -> WorkerConfig:
@@ -83,12 +79,9 @@ class EngineGamma:
     """The γ that an engine is started with."""
 
     gamma: int
-    reason: str = ""
-    """One line that says which γ and why; empty where somebody has named it."""
-    costs: str = ""
-    """The shape of the table of costs that decides, which the worker measures where there is none."""
-    schedule: Schedule = ()
-    """γ by requests at a time; empty where it is one γ."""
+    reason: str = ""  # one line that says which γ and why; empty where somebody has named it
+    costs: str = ""  # the shape of the table of costs that decides, which the worker measures where there is none
+    schedule: Schedule = ()  # γ by requests at a time; empty where it is one γ
 
     @property
     def options(self) -> dict[str, Any]:
