@@ -1,7 +1,6 @@
 """Records exchanged between modules. Shapes are written in the paper's letters: B rows, γ drafts, V tokens, H hidden.
 
-This module imports no torch: reports and stores read these records on machines that have none.
-"""
+This module imports no torch: reports and stores read these records on machines that have none."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
     """`__getattr__`, `__dir__` and `__all__` of a package that re-exports names when they are first used: those that
     its `__init__.py`, this `file`, imports under `if TYPE_CHECKING`, where type checkers and editors see them.
 
-    So that a command line that only checks its input, or a report, does not wait for torch.
-    """
+    So that a command line that only checks its input, or a report, does not wait for torch."""
     blocks = [node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     where = {alias.name: "." * node.level + str(node.module) for node in imports for alias in node.names}
@@ -88,8 +86,7 @@ def setting(
 ) -> Any:
     """A field of a config: default, meaning and range, declared once for Python and for the command line.
 
-    `word` may stand in place of a whole number.
-    """
+    `word` may stand in place of a whole number."""
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "choices": tuple(choices), "word": word}
     return field(default=default, metadata={"help": help, **limits})
 
@@ -202,8 +199,7 @@ class Emission(NamedTuple):
 class TokenColumn(Sequence[Emission]):
     """The emissions of a step without drafts: one token a row, as arrays; an `Emission` is made when it is looked at.
 
-    A batch of a thousand rows has a thousand of them every few milliseconds: fast callers read the arrays.
-    """
+    A batch of a thousand rows has a thousand of them every few milliseconds: fast callers read the arrays."""
 
     rows: NDArray[Any]
     tokens: NDArray[Any]
@@ -237,8 +233,7 @@ class Piece:
 class Step:
     """One target pass over all active rows. Cycle 0 is a prefill: its tokens belong to no cycle.
 
-    Where prompts are read in chunks, those before the last are steps of cycle 0 without emissions and seconds.
-    """
+    Where prompts are read in chunks, those before the last are steps of cycle 0 without emissions and seconds."""
 
     cycle: int
     emissions: Sequence[Emission]

@@ -121,6 +121,7 @@ def test_the_limit_of_a_device(monkeypatch: pytest.MonkeyPatch, checkpoints: dic
     with pytest.raises(SelfJudgeError, match="`gpu_memory` needs a CUDA device, not cpu"):
         Pair.load(checkpoints["target"], device="cpu", needs_draft=False, gpu_memory="0.5")
     cuda, given = torch.device("cuda"), []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": 10 * 10**9}))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: given.append(share))
     for text in ("0.5", "8GB"):
@@ -137,6 +138,7 @@ def test_what_is_left_is_within_the_limit_and_what_others_leave(
     known = {"mem_get_info": (int(free), int(10e9)), "memory_reserved": int(5e9), "memory_allocated": int(4e9)}
     for name, value in {**known, "get_per_process_memory_fraction": 0.8}.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert device.free_memory(torch.device("cuda")) == int(left)
 
 

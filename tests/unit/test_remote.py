@@ -67,7 +67,7 @@ def test_weights_that_are_not_here_are_told_from_those_that_are(tiny_pair: Pair)
 @pytest.mark.parametrize("text", RULES)
 def test_a_request_is_decoded_by_the_rule_that_is_meant(text: str) -> None:
     judge = constant_judge(0.5, 32)
-    rule = RuleRequest(text).resolve((0, 2), judge)
+    rule = RuleRequest(text, strict_start=0, strict_code=False).resolve((0, 2), judge)
     rules = RequestRules(WorkerConfig(RuleRequest(judge="somewhere")), judge, (0, 2), 5)
     built = rules.requested({"selfjudge": request_options(rule)})
     assert type(built) is type(rule)

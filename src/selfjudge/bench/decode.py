@@ -1,10 +1,7 @@
 """Speed, side by side in one run: transformers plain, transformers assisted, our loop with γ = 0 and with drafts.
 
 Every configuration answers the same prompts in every repeat; ratios are taken within a repeat and reported with their
-spread, so that a machine that slows down slows down all of them.
-"""
-
-from __future__ import annotations
+spread, so that a machine that slows down slows down all of them."""
 
 import statistics
 import time
@@ -113,8 +110,7 @@ def _plan(
 def _time(runs: Sequence[TimedRun], prompts: Sequence[Prompt], config: DecodeBenchConfig, notify: Notify) -> str:
     """Answer all prompts with every configuration, several times after a warm-up.
 
-    Returns why the times are not reliable, or nothing. A machine that is busy from the start is named at once.
-    """
+    Returns why the times are not reliable, or nothing. A machine that is busy from the start is named at once."""
     cuda = runs[0].pair.target.device.type == "cuda"
     load, busy = LoadWatch(), ""
     for repeat in range(config.repeats + 1):  # repeat 0 warms up

@@ -1,7 +1,5 @@
 """What `selfjudge demo` measures: one question under a few rules by turns; then labels, a judge, rules side by side."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter
@@ -135,8 +133,7 @@ def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:
 class Demo:
     """A demo. `result` is what it has found so far: it can be printed whenever the demo is stopped.
 
-    `pair` decodes; `full`, the same models in floats, makes labels.
-    """
+    `pair` decodes; `full`, the same models in floats, makes labels."""
 
     def __init__(self, pair: Pair, full: Pair, config: DemoConfig, notify: Notify) -> None:
         self.pair, self.full, self.config, self.notify = pair, full, config, notify

@@ -1,7 +1,5 @@
 """`selfjudge doctor`."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """`selfjudge eval`, `selfjudge reproduce`, `selfjudge report` and `selfjudge tune`."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Progress goes to stderr, results to stdout; a foreseeable failure is one line on
 An unexpected one is a line and exit code 1.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

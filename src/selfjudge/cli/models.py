@@ -1,7 +1,5 @@
 """`selfjudge pull`, `selfjudge export` and `selfjudge ls`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -4,8 +4,6 @@ A command takes whole groups of options: `@config_options(LabelConfig)` gives it
 command gets the built and checked config as one argument.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields

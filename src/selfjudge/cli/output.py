@@ -1,7 +1,5 @@
 """Printing: results on stdout as tables or JSON, progress on stderr."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,8 +1,7 @@
 """How many drafts are accepted, learnt while decoding: by position, by the draft's probability, and by γ.
 
 Of one γ the counts of positions say little of another: a short block begins where the last one ended, often in the
-middle of what was easy. `RowBlocks` therefore cuts what was accepted into the blocks of every γ.
-"""
+middle of what was easy. `RowBlocks` therefore cuts what was accepted into the blocks of every γ."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ class RowBlocks(NamedTuple):
         """Count a cycle in which row b accepted accepted[b] of limits[b] drafts; return the mean of the live rows.
 
         After a block that was accepted in full the target chose a token itself. A longer block would have had it about
-        as often as the first draft after such blocks is accepted, by the counts of `all_rows`.
-        """
+        as often as the first draft after such blocks is accepted, by the counts of `all_rows`."""
         before, accepted, full = self.run[live], accepted[live], accepted[live] == limits[live]
         tokens, sizes = accepted + 1, np.arange(1, MAX_GAMMA + 2)
         after = before + tokens

@@ -1,7 +1,5 @@
 """An answer while it is decoded: tokens become text, stop strings cut it, judged tokens are recorded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,10 +1,7 @@
 """Captures and timings of cycles between answers: no row notices them.
 
 They write to cache slots after a row's tokens alone, as rejected drafts do, and everything else is put back. So a batch
-may have live rows meanwhile, and another number of rows than the cycle. Static engines only.
-"""
-
-from __future__ import annotations
+may have live rows meanwhile, and another number of rows than the cycle. Static engines only."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,8 +22,7 @@ def capture_cycles(
 ) -> list[Cycle]:
     """Capture the cycle of each size for so many rows, unless it is there; return them in this order.
 
-    The caches must have room for the rows (`reserve`). With `trace` the cycles are those of a loop that traces.
-    """
+    The caches must have room for the rows (`reserve`). With `trace` the cycles are those of a loop that traces."""
     cycles = []
     with _first_rows(engines.caches, rows):
         for size in sizes:
@@ -72,8 +68,7 @@ def list_sizes(gamma: Gamma, rule: AcceptanceRule, rows: int, statistics: PairSt
 def time_cycle(cycle: Cycle, repeats: int = 5) -> tuple[float, float]:
     """Replay a captured cycle on the rows as they are; return the median seconds of drafting and of all the rest.
 
-    The draft reads nothing that plain cycles left to it: this is the time of a cycle after one with drafts.
-    """
+    The draft reads nothing that plain cycles left to it: this is the time of a cycle after one with drafts."""
     if cycle.captured is None:
         raise ValueError("only a captured cycle can be timed")
     with _first_rows(BatchEngines(cycle.target, cycle.draft).caches, len(cycle.last)):

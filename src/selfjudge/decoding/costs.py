@@ -1,10 +1,7 @@
 """What cycles cost on this machine: measured on a small grid at first use, and kept in the cache folder.
 
 A table belongs to two models of one shape and dtype on one engine, device and version (`BatchEngines.shape`). It is not
-learnt from answers: those only show whether it still holds. Times of a busy machine are used and not kept.
-"""
-
-from __future__ import annotations
+learnt from answers: those only show whether it still holds. Times of a busy machine are used and not kept."""
 
 import hashlib
 import json

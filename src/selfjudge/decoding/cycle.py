@@ -1,7 +1,6 @@
 """One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, the caches are rewound.
 
-Its result reaches the host as a `Packed`.
-"""
+Its result reaches the host as a `Packed`."""
 
 from __future__ import annotations
 
@@ -180,8 +179,7 @@ class Cycle:
     def run(self, uniforms: Tensor | None, limits: Limits | None = None) -> tuple[Packed, PhaseTimer]:
         """Start one cycle and return its outcome without waiting for it.
 
-        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are.
-        """
+        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are."""
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
         if limits is not None:

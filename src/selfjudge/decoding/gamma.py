@@ -6,10 +6,7 @@ answers do not depend on γ, a `GammaController` chooses for one batch: before e
 depend on costs, on earlier cycles and on the draft's own probabilities, never on what the target says of this block:
 lossless rules stay lossless. In large batches on static engines rows share what a pass verifies: each row drafts one
 token more, and of all drafts those are verified that the draft model finds likeliest.
-Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses it once for each request.
-"""
-
-from __future__ import annotations
+Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses it once for each request."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

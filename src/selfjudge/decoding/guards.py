@@ -3,8 +3,7 @@
 The first tokens of an answer are verified exactly (`strict_start`): what a model refuses is decided there. So are code,
 JSON, tables and tool calls (`strict_code`): in whole answers whose prompt asks for them, elsewhere by the text so far.
 That is a state machine over characters, and a table says what each token does to each state. So a block is followed on
-the device, token by token, and a fence that opens in it counts from the next token on. Rows are independent.
-"""
+the device, token by token, and a fence that opens in it counts from the next token on. Rows are independent."""
 
 from __future__ import annotations
 

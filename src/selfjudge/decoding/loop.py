@@ -4,8 +4,7 @@ One cycle: the draft proposes d_1 … d_γ, one target pass verifies them, the r
 are rewound, and each row gets its accepted drafts plus one token of the target. γ = 0 is plain decoding.
 The loop yields one `Step` per target pass; text, streaming and statistics are layers above (`text.py`).
 Between steps rows leave that have finished or were cancelled. With an `AdmissionQueue`, new rows enter once their
-prompts have been read, a chunk at a time (`prefill.py`).
-"""
+prompts have been read, a chunk at a time (`prefill.py`)."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def decode(
     cycle 0 without emissions, unless it ends a prompt; that step has the row's first token and the seconds of all its
     chunks. The loop ends once no row is left and none waits.
 
-    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours.
-    """
+    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours."""
     controller: GammaController | RequestGamma | None = None
     if gamma == "auto":
         statistics = find_statistics(engines)
@@ -106,8 +104,7 @@ def decode(
 def measure_costs(engines: BatchEngines, rows: int) -> None:
     """Measure what cycles of so many rows cost on this machine, unless it is known.
 
-    Only engines that run from Python: a static one is measured once a batch has begun, on cycles that it captures.
-    """
+    Only engines that run from Python: a static one is measured once a batch has begun, on cycles that it captures."""
     costs = find_statistics(engines).costs
     if not engines.target.static and engines.draft is not None and not costs.covers(rows):
         _measure(engines, costs, rows)

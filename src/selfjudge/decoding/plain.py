@@ -1,7 +1,5 @@
 """Answers of the target alone, at the highest throughput: the loop with γ = 0 over large batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
@@ -38,8 +36,7 @@ def respond(
     """Answer every prompt, greedily or by sampling; answers come as they are finished, in no particular order.
 
     `max_new_tokens` is one limit, or one for each prompt.
-    A sampled answer depends on its own seed alone, not on the batch it was part of.
-    """
+    A sampled answer depends on its own seed alone, not on the batch it was part of."""
     loaded = as_loaded(model)
     if isinstance(loaded, Target) and loaded.remote is not None:
         yield from loaded.remote.respond(

@@ -1,7 +1,5 @@
 """Prefill: prompts are read in chunks, between the steps of the rows that are already in the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,8 +100,7 @@ class Prefill:
     def make_room(self, queue: AdmissionQueue, needed: int) -> bool:
         """Begin without rows, in caches for as many rows of the queue as there is memory for; False if for none.
 
-        A row has room for `needed` tokens at least. Static caches begin small and grow with what is asked.
-        """
+        A row has room for `needed` tokens at least. Static caches begin small and grow with what is asked."""
         length = queue.length
         if not self.engines.holds(queue.rows, length + self.step_tokens):
             length = min(length, max(START_TOKENS, 2 * self.length))
@@ -161,8 +158,7 @@ class Prefill:
     def read(self, alive: int, crowded: bool) -> None:
         """Read a chunk of the group with the fewest unread columns; of the oldest, if the last chunk was not its own.
 
-        While there are `alive` rows, or other batches wait (`crowded`), a chunk costs about as much as a step.
-        """
+        While there are `alive` rows, or other batches wait (`crowded`), a chunk costs about as much as a step."""
         self._held = 0
         alone = not (alive or crowded) and len(self.groups) == 1
         chunk = max(self.engines.target.chunk * (CHUNKS_ALONE if alone else 1), 2 * alive * self.step_tokens)

@@ -1,7 +1,6 @@
 """Requests for rules: text such as `topk:3` or `judged:F`, with a judge, θ, quality, price and γ.
 
-Reading and checking a request imports no torch. A new rule is one class in `rules.py` and its entry in `RULES`.
-"""
+Reading and checking a request imports no torch. A new rule is one class in `rules.py` and its entry in `RULES`."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class RuleRequest:
     """A rule and its strictness, as requested in Python, on the command line or from a server.
 
     Requests that cannot be read or contradict themselves are refused at construction. Requests that mean the same
-    resolve to the same rule object, because engines find the graphs captured for a rule by its identity.
-    """
+    resolve to the same rule object, because engines find the graphs captured for a rule by its identity."""
 
     rule: str | None = setting(
         None,
@@ -171,8 +169,7 @@ class RuleRequest:
         """Complete the request with a server's `own`, which replaces it where it is open.
 
         θ, quality or price without a rule apply to the own rule, or to judged if that is lossless. A judged rule
-        without them takes the own θ or quality, never the own price.
-        """
+        without them takes the own θ or quality, never the own price."""
         names = ("gamma", *(name for name in STRICT if name not in self.options))
         mine = {name: getattr(own if getattr(self, name) is None else self, name) for name in names}
         if self.is_open:
@@ -201,8 +198,7 @@ class RuleRequest:
         for special token ids only where it is False.
 
         A rule that needs a judge gets the one of the request, else `judge`, else the one that ships for the pair. A
-        `JudgeConfig` in its place gives a rule to check, not to decode with, and needs no torch.
-        """
+        `JudgeConfig` in its place gives a rule to check, not to decode with, and needs no torch."""
         request = self.named(sampling)
         kind, values = request.kind, request._values
         judge = request._choose_judge(pair, judge)

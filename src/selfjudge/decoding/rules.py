@@ -4,8 +4,7 @@ A rule says which drafts it accepts. The walk to the first rejected draft, the t
 same for all rules: `AcceptanceRule.__call__`. A new rule is one class here and its entry in `rule_parser.RULES`; those
 that others have published for comparison are in `rules_baselines.py`.
 
-p_i, the target's distribution of d_i, is row i−1 of `Block.target_logits`.
-"""
+p_i, the target's distribution of d_i, is row i−1 of `Block.target_logits`."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class AcceptanceRule:
     """Base of all rules: greedy alignment (d_i = argmax p_i) and the walk.
 
     `special` holds end-of-sequence and other special token ids. Where `guard` is set, alignment alone decides
-    at positions whose draft or whose most likely target token is special.
-    """
+    at positions whose draft or whose most likely target token is special."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -322,8 +320,7 @@ class Margin(AcceptanceRule):
     """log p_i(top) − log p_i(d_i) < threshold (MARS, as a log-probability margin).
 
     With a price π the margin is the harm, in nats, and `worth_taking` replaces the threshold. π = 0 is `exact`. The
-    guard is on with a price, as with a judge; without, it is off, as published.
-    """
+    guard is on with a price, as with a judge; without, it is off, as published."""
 
     name = "margin"
     summary = "the target's margin over the draft, in nats, is below the threshold (MARS), or worth its price"
@@ -356,8 +353,7 @@ class Margin(AcceptanceRule):
 class FLy(AcceptanceRule):
     """A mismatch passes where the target is unsure (H/log V ≥ entropy) and the next `window` drafts all match.
 
-    The whole window must lie inside the block: a mismatch closer to its end cannot be confirmed and is rejected.
-    """
+    The whole window must lie inside the block: a mismatch closer to its end cannot be confirmed and is rejected."""
 
     name = "fly"
     summary = "a mismatch passes when the target is unsure and the next `window` drafts match (FLy)"
@@ -385,8 +381,7 @@ class Judged(AcceptanceRule):
     accepts the next W drafts of the block too: fewer substitutions, each of which wins more tokens.
 
     With a price π the harm is −log P(acceptable), and `worth_taking` replaces θ. π = 0 is `exact`. Only for greedy
-    decoding: when sampling, later drafts match by chance, and vLLM draws that only after the rule has decided.
-    """
+    decoding: when sampling, later drafts match by chance, and vLLM draws that only after the rule has decided."""
 
     name = "judged"
     summary = "exact or sampling accepts, or the judge does: P(acceptable) > θ, or worth its price"

@@ -1,7 +1,6 @@
 """Relaxed rules that others have published, for comparison on one harness: JuDi, MARS, ASD and SGLang's thresholds.
 
-Each docstring says which definition is used, and where it differs from the published one.
-"""
+Each docstring says which definition is used, and where it differs from the published one."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class Divergence(AcceptanceRule):
     """KL(p_i ‖ q_i) < threshold, unless the target is confident: p_i(top) > confident leaves it to `exact`.
 
     JuDi (arXiv 2601.04766), as its code has it: KL of the target from the draft, in nats, at temperature 1. One
-    difference: where a draft knows only some tokens, p_i is cut to these; the KL over all tokens would be infinite.
-    """
+    difference: where a draft knows only some tokens, p_i is cut to these; the KL over all tokens would be infinite."""
 
     name = "kl"
     summary = "the target's distribution is near the draft's: KL(p ‖ q) below the threshold (JuDi)"
@@ -57,8 +55,7 @@ class LogitRatio(AcceptanceRule):
     """d_i is the target's second choice, and z_i(d_i)/z_i(top) > ratio, both logits positive.
 
     MARS (arXiv 2601.15498): the ratio of the two largest raw logits. The paper does not say what holds for logits of
-    other signs, where a ratio means nothing: alignment decides there.
-    """
+    other signs, where a ratio means nothing: alignment decides there."""
 
     name = "mars"
     summary = "the draft is the target's second choice, and its logit is near the largest one by their ratio (MARS)"
@@ -78,8 +75,7 @@ class RegretBudget(AcceptanceRule):
 
     ASD (arXiv 2608.03447), as its code has it. All of this must hold: the sum of regret over the whole answer is at
     most `budget`; r_i/(γ − i + 1) ≤ rate, since an early mismatch saves more drafts; the block has at most `mismatches`
-    of them. A budget, a rate or a number of 0 is `exact`, bit for bit. The defaults are those of its stable recipe.
-    """
+    of them. A budget, a rate or a number of 0 is `exact`, bit for bit. The defaults are those of its stable recipe."""
 
     name = "asd"
     summary = "mismatches pass while their regret in logits stays within a budget of the whole answer (ASD)"
@@ -117,8 +113,7 @@ class TwoThresholds(AcceptanceRule):
 
     With a temperature: SGLang's condition for a chain of drafts, on top of our lossless `sampling`, with its random
     number u; at 1 and 1 it is `sampling`, bit for bit (SGLang's own base does not use q). Greedily SGLang ignores both
-    thresholds; here p_i is that of temperature 1 and u is 1, so that the smaller threshold decides.
-    """
+    thresholds; here p_i is that of temperature 1 and u is 1, so that the smaller threshold decides."""
 
     name = "sglang"
     summary = "the draft's probability reaches a threshold: accept_threshold_single and _acc (SGLang)"

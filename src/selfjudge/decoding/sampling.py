@@ -83,8 +83,7 @@ class RandomNumbers:
     def next(self, gamma: int) -> Tensor | None:
         """[B, 2γ+1] numbers for one cycle: γ to draw drafts, γ to accept them, one for the token that follows.
 
-        A cycle takes its numbers from the same places whatever its γ, so a row does not notice its neighbours' γ.
-        """
+        A cycle takes its numbers from the same places whatever its γ, so a row does not notice its neighbours' γ."""
         if not self.wanted:
             return None
         if not self.drawn:

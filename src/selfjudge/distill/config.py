@@ -1,7 +1,5 @@
 """Settings of a distillation. Imports no torch: the command line makes its options from this."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,7 @@
 """Training data of a draft: prompts → the target's answers → its top-k probabilities at every token of them.
 
 Everything is kept in numbered files that are written whole and sealed, so that an interrupted run goes on where it was.
-Everything follows from the seed, so that another machine of the same kind makes the same data anew.
-"""
+Everything follows from the seed, so that another machine of the same kind makes the same data anew."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class DataMaker:
     def _answers(self, rows: Sequence[Row], spent: float) -> list[Path]:
         """Files of answers: those of held-out prompts first, the others mixed, until `data_minutes` are spent.
 
-        `spent` seconds went into the prompts.
-        """
+        `spent` seconds went into the prompts."""
         limit, order = self.config.data_minutes, random.Random(self.config.seed)  # noqa: S311
         parts = list(enumerate(chunks(jobs(rows, self.config.seed))))
         parts.sort(key=lambda part: (not part[1][0].held_out, order.random()))

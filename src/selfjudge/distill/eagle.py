@@ -8,8 +8,6 @@ sees the entries of step 0 up to t, made from true states, and the chain of its 
 it drafts. Tokens are the right ones: where all steps up to j are right, the chain is the one that decoding would make.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,8 +59,7 @@ def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Cor
 def measure_sizes(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus) -> tuple[Tensor, Tensor]:
     """Root mean squares of the features [3H] and of the final states [H], over answers in a few batches of a corpus.
 
-    A few columns are hundreds of times larger than the others.
-    """
+    A few columns are hundreds of times larger than the others."""
     squares: list[Any] = [0.0, 0.0]
     count = 0
     for rows in corpus.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0))[:4]:
@@ -86,8 +83,7 @@ def draft_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequenc
 def new_head(target: PreTrainedModel, config: EagleConfig, draft_ids: Tensor, sizes: Tensor, seed: int) -> EagleHead:
     """A head to be trained, in float32, for features of size 1: what it gives begins as the state of the high layer.
 
-    The final norm begins with the `sizes` of the states that the output matrix is used to: it is not trained.
-    """
+    The final norm begins with the `sizes` of the states that the output matrix is used to: it is not trained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = EagleHead(config, draft_ids.cpu())
@@ -197,8 +193,7 @@ class HeadLearner:
 def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention of queries [B, heads, T, dim] at t to true entries up to t and, of each later step, to the one at t.
 
-    Keys and values are [B, kv_heads, T, dim] each. One softmax goes over both.
-    """
+    Keys and values are [B, kv_heads, T, dim] each. One softmax goes over both."""
     batch, heads, wide, dim = q.shape
     grouped = q.view(batch, keys.shape[1], -1, wide, dim) * dim**-0.5
     later = torch.ones(wide, wide, dtype=torch.bool, device=q.device).triu(1)
@@ -224,8 +219,7 @@ def simulate(accepted: Sequence[int]) -> tuple[int, int]:
 def unrolled_loss(hidden: Tensor, weights: Tensor, states: Tensor, output: Tensor, cap: float | None) -> Tensor:
     """Σ weights · cross-entropy of hidden [J, R, H] against the target's states [R, H], both on output [D, H].
 
-    Logits exist for LOSS_ROWS rows at a time only: their gradient is softmax − p, so that it is known at once.
-    """
+    Logits exist for LOSS_ROWS rows at a time only: their gradient is softmax − p, so that it is known at once."""
     gradient = torch.empty_like(hidden)
     total = hidden.new_zeros((), dtype=torch.float32)
     with torch.no_grad():

@@ -11,8 +11,6 @@ OUT/
     run.json                  written last: its existence means done
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +41,7 @@ def distill_draft(
 ) -> dict[str, Any]:
     """Make a draft for `pair.target` in the folder `out`; what `run.json` says. Goes on where an earlier call ended.
 
-    A finished run returns at once, unless more minutes or steps of training are wanted than it had.
-    """
+    A finished run returns at once, unless more minutes or steps of training are wanted than it had."""
     config = config or DistillConfig()
     config.check()
     pair.target_model.check_full_precision()
@@ -110,8 +107,7 @@ def _head_learner(maker: DataMaker, data: Dataset) -> HeadLearner:
 def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingState) -> dict[str, Any]:
     """Write the compact form, the checkpoint and the card, `run.json` last; what it says.
 
-    The student keeps the weights that ship.
-    """
+    The student keeps the weights that ship."""
     pair, out, compact, student = maker.pair, maker.run.path, maker.run.path / "compact", learner.student
     trained = learner.agreement()
     size = write_compact(student.tensors(), student.raw, compact)

@@ -2,10 +2,7 @@
 
 A vocabulary of 50,000 or 150,000 tokens would be most of a small model; the target has learned one already, and two
 projections [H, W] are enough to use it. What ships is the layers and the projections; `materialise` (models/convert.py)
-turns them into an ordinary checkpoint.
-"""
-
-from __future__ import annotations
+turns them into an ordinary checkpoint."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -144,8 +141,7 @@ def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
 def top_k_loss(hidden: Tensor, output: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
     """Mean over rows of −Σ p log q: hidden [R, W], output [V, W], the teacher's top-k [R, k] each, renormalised.
 
-    Logits exist for LOSS_ROWS rows at a time only: their gradient is softmax − p, so that it is known at once.
-    """
+    Logits exist for LOSS_ROWS rows at a time only: their gradient is softmax − p, so that it is known at once."""
     grad_hidden, grad_output = torch.empty_like(hidden), torch.zeros_like(output, dtype=torch.float32)
     total = hidden.new_zeros((), dtype=torch.float32)
     with torch.no_grad():

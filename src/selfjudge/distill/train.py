@@ -1,7 +1,5 @@
 """Training a student or a head for a number of minutes or steps, with checkpoints that survive a kill."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -66,8 +64,7 @@ class Learner(Protocol):
 class Trainer:
     """One training: what learns, its optimisers, how far it has come, and its best weights so far.
 
-    `keep` is called whenever the current weights are the best so far.
-    """
+    `keep` is called whenever the current weights are the best so far."""
 
     def __init__(
         self,
@@ -100,8 +97,7 @@ class Trainer:
     def run(self) -> TrainingState:
         """Train until the schedule is spent or evaluations bring no more gain; the learner then has its best weights.
 
-        A checkpoint that exists is continued.
-        """
+        A checkpoint that exists is continued."""
         evaluations = self.schedule.evaluations
         evaluated, notified, saved = math.floor(self.share * evaluations), 0.0, time.monotonic()
         try:

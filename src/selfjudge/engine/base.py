@@ -65,8 +65,7 @@ class RowCache(Protocol):
     def join(self, other: Self, idle: int = 0) -> None:
         """Append the rows of `other`, which `aside` made, and then `idle` empty rows.
 
-        A static cache must have room for all of them; other caches take no idle rows.
-        """
+        A static cache must have room for all of them; other caches take no idle rows."""
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order, one named twice as two rows. A static cache must have room for them."""
@@ -102,8 +101,7 @@ class Engine(RowCache):
         """Append the first counts[b] ≥ 1 tokens of each row of [B, T]; cells beyond them repeat the output of the last.
 
         Where `total` ≥ Σ counts[b] is given, a static engine computes this many tokens, and with `only_argmax` it may
-        leave the logits out; other engines ignore both.
-        """
+        leave the logits out; other engines ignore both."""
         most = int(counts.max())
         output = self.extend(align_right(tokens[:, :most], counts), counts)
         row, column = (torch.arange(n, device=tokens.device) for n in tokens.shape)
@@ -135,8 +133,7 @@ class HeadEngine(Engine):
         """Append entries of tokens [B, T] and states; of row b the last counts[b], as `extend` does.
 
         States are the target's features [B, T, 3H], or the head's own from earlier entries [B, T, H]. `keep` is 0 or 1.
-        The output has logits [B, keep, D] and, as features, the states [B, keep, H] for the entries that follow.
-        """
+        The output has logits [B, keep, D] and, as features, the states [B, keep, H] for the entries that follow."""
         raise NotImplementedError
 
 

@@ -3,8 +3,7 @@
 Every row appends to the same cache slots. Slots that a row has rejected (or never had: left padding) are holes, hidden
 from it by the attention mask. Keys stay in time order, so causality by slot holds; explicit position ids give each row
 its own positions. Trailing slots that no row uses are cut off at once: a batch of one never has a hole. The cache is
-compacted when holes exceed a share of it.
-"""
+compacted when holes exceed a share of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Choose the engine that runs a model, and lend the engines of a pair for a batch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -125,8 +123,7 @@ def make_engine(
     """Make the fastest engine for a model, or the one that `kind` names.
 
     `hidden` asks for the states a judge reads, `features` for the inputs of these layers, which a draft reads; `int8`
-    for quantised weights, which the CPU engine alone offers.
-    """
+    for quantised weights, which the CPU engine alone offers."""
     model = as_loaded(model)
     if model.device.type == "cuda":
         keep_kernels()
@@ -164,8 +161,7 @@ def make_draft(
 ) -> Drafter:
     """Make the draft of a target from a model or a head, on the fastest engine or the one that `kind` names.
 
-    The target's engine must be made with the draft's `features`.
-    """
+    The target's engine must be made with the draft's `features`."""
     draft, target = as_draft(draft), as_loaded(target)
     if (head := draft.head) is None:
         return ModelDraft(make_engine(draft, int8=int8, kind=kind))

@@ -1,7 +1,5 @@
 """Teacher-forced passes of transformers models, without an engine: the states at every token of given answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -34,8 +32,7 @@ def teacher_forced(model: PreTrainedModel | LoadedModel, sequences: Sequences) -
     """Yield indices of sequences and, for all tokens of their answers in that order, the states [R, H] before them.
 
     The states are those after the final norm, the input of the output matrix. Sequences of similar length share a
-    pass, of half as many tokens when memory runs out.
-    """
+    pass, of half as many tokens when memory runs out."""
     loaded = as_loaded(model)
     if isinstance(loaded, Target) and loaded.remote is not None:
         whole = [[*prompt, *answer] for prompt, answer in sequences]
@@ -56,8 +53,7 @@ def head_choices(head: EagleHead, target: PreTrainedModel, sequences: Sequences)
     """Yield indices of sequences and, for all tokens of their answers in that order, what a head proposes there [R].
 
     Its entries are made of the target's states. There is none before the second token: the answer's own token is
-    returned there.
-    """
+    returned there."""
 
     def choices(ids: Tensor, predicts: Tensor) -> Tensor:
         with captured_states(target, head.config.aux_layers) as states:

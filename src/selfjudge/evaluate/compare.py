@@ -1,7 +1,5 @@
 """A run against `exact` on the same examples: paired differences with 95 % intervals, and how many answers agree."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -31,8 +29,7 @@ def find_exact(folder: Path, gamma: int) -> Path | None:
 def compare_with_exact(folder: Path, exact: Path, examples: TaskExamples) -> dict[str, Any]:
     """The summary of the run in `folder`, compared with that run of `exact`.
 
-    A comparison with the same run stays as it is; so does one whose rows are no longer there.
-    """
+    A comparison with the same run stays as it is; so does one whose rows are no longer there."""
     summary = read_json(folder / "summary.json", FinishedSummary)
     fingerprint = _fingerprint(exact)
     if summary["compared_with"] == fingerprint or not (folder / SAMPLES).is_file():
@@ -66,8 +63,7 @@ def _compare_answers(examples: TaskExamples, samples: Sequence[Row], others: Seq
     """Mean of `agrees`, which is written into the samples, and its interval.
 
     If answers can be found: the share of scored examples that have the answer of `exact`, where it gave one. Else: the
-    overlap of words.
-    """
+    overlap of words."""
     for sample, other in zip(samples, others, strict=True):
         if not examples.task.checkable:
             if "text" in other and "text" in sample:

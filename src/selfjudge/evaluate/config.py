@@ -149,8 +149,7 @@ def plan_runs(
 
     A judged rule that names no judge runs once with each. `exact` comes first: the others are compared with it.
     `null` is `exact` once more, in batches of another size. Rules have the guards that their text names and no others:
-    `margin:1,strict_start=16,strict_code=on`.
-    """
+    `margin:1,strict_start=16,strict_code=on`."""
     variants: dict[str, tuple[AcceptanceRule, str | None]] = {}
     for rule in sorted(rules, key=lambda rule: not (rule == "exact" or isinstance(rule, Exact))):
         if not isinstance(rule, AcceptanceRule):

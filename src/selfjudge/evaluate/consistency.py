@@ -1,10 +1,7 @@
 """Factual consistency of a summary: does its story entail each of its sentences, or contradict them?
 
 FC = mean over the sentences of P(entailed) − P(contradicted), by an NLI classifier. Without one, the target itself
-chooses between three letters: a proxy, reported as `fc_proxy`.
-"""
-
-from __future__ import annotations
+chooses between three letters: a proxy, reported as `fc_proxy`."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -48,8 +45,7 @@ def measure_consistency(entails: Entails, stories: Sequence[str], texts: Sequenc
 def load_entailment(pair: Pair, nli: str, warn: Callable[[str], None]) -> tuple[Entails | None, str]:
     """What measures factual consistency, and its name: an NLI model, `proxy` (the target itself) or `off`.
 
-    `auto` is the default NLI model, or the proxy if that cannot be loaded.
-    """
+    `auto` is the default NLI model, or the proxy if that cannot be loaded."""
     if nli == "off":
         return None, "off"
     if nli == "proxy":

@@ -1,7 +1,5 @@
 """Who answers prompts under a rule; and one run on one task: its parts, samples, examples and summary."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -138,8 +136,7 @@ class Execution:
     def answer_rows(self) -> Iterator[float]:
         """Answer and score all prompts, a part at a time, then write samples, examples and, last, the summary.
 
-        Yields the share that is done before each part.
-        """
+        Yields the share that is done before each part."""
         parts = self.parts()
         for number, (name, rows) in enumerate(parts.items()):
             yield number / len(parts)
@@ -199,8 +196,7 @@ class Execution:
     def _times(self, parts: Sequence[str], tokens: Sequence[int]) -> dict[str, Any]:
         """Seconds by phase, tokens/s, and why they are not reliable, if so.
 
-        In the first part engines capture graphs and pack weights: if there are others, it does not count.
-        """
+        In the first part engines capture graphs and pack weights: if there are others, it does not count."""
         if not self.config.times:
             return {"tokens_per_second": None, "busy": "", "seconds": {}}
         first = 1 if len(parts) > 1 else 0
@@ -260,8 +256,7 @@ def choose_measure(scores: Mapping[str, float]) -> str | None:
 def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row]) -> dict[str, Any]:
     """A summary but for the names, settings and times that the caller adds.
 
-    Scores are means over the `n_scored` examples that have one: rows of a user's file may lack an answer.
-    """
+    Scores are means over the `n_scored` examples that have one: rows of a user's file may lack an answer."""
     return {
         "pair": pair.name,
         "rule": run.name,

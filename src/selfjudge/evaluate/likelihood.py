@@ -1,7 +1,5 @@
 """Answers token by token, as target and judge see them: likelihoods, substitutions, and rows of the report's viewer."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -99,8 +97,7 @@ def make_example_rows(
     """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score.
 
     A target that is quantised or remote gives origins, and the rest for judged tokens that were traced: for others it
-    takes a pass in full precision.
-    """
+    takes a pass in full precision."""
     views: Sequence[Likelihood | None] = [None] * len(answers)
     if pair.target_model.full_precision:
         encoded = pair.encode_many(prompts)

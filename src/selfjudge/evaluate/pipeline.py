@@ -10,8 +10,6 @@
     work/part-00000.jsonl               `batch` answers each; they go once the summary is there
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,8 +43,7 @@ def evaluate_rules(
     """Run what is not yet done in the folder `out`; the summaries of all runs of `config`, in order.
 
     `judges` by name; if None, the one that ships for the pair. The models run in this process, unless an `answerer` is
-    handed in.
-    """
+    handed in."""
     config.check()
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
     answerer = answerer or TorchAnswerer(pair)
@@ -82,8 +79,7 @@ def evaluate_rules(
 def _answer_by_turns(executions: Sequence[Execution]) -> Iterator[tuple[str, float]]:
     """Answer what is not done: a part of every run in turn, so that a machine that slows down slows down all of them.
 
-    Yields the run of each part and the share that is done. Runs that take another start of the engine come later.
-    """
+    Yields the run of each part and the share that is done. Runs that take another start of the engine come later."""
     shares = {execution: 0.0 for execution in executions if not execution.done}
     judge = next((execution.run.judge for execution in shares if execution.run.judge), None)
     groups: dict[Any, dict[Execution, Iterator[float]]] = {}

@@ -1,7 +1,5 @@
 """How much of everything `reproduce` runs. This module loads no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

@@ -2,10 +2,7 @@
 
 <out>/labels/<method>   judges/<name>   eval/   report.html
 
-Stages that are finished are not run again.
-"""
-
-from __future__ import annotations
+Stages that are finished are not run again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -118,8 +115,7 @@ def train_judges(
 
 def _plan_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tuple[Path, TrainConfig]]:
     """Labels and settings of every judge: one a method, one with the paper's features, one as released if the preset
-    wants it, one of self-written prompts alone and, if N is swept, one for each N.
-    """
+    wants it, one of self-written prompts alone and, if N is swept, one for each N."""
     own = folders["selfjudge"]
     wanted = {
         "selfjudge": (own, TrainConfig(originals=preset.originals)),

@@ -1,7 +1,5 @@
 """ASGI messages, and errors as OpenAI's clients read them: for our server and our middlewares in front of vLLM's."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence

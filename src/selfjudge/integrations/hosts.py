@@ -1,10 +1,7 @@
 """By which names a server may be asked, for our server and in front of vLLM's.
 
 A page elsewhere can have a name of its own point at this machine (DNS rebinding): what the page then asks would count
-as coming from this server's own pages. Such requests carry that name in their Host header, and are refused.
-"""
-
-from __future__ import annotations
+as coming from this server's own pages. Such requests carry that name in their Host header, and are refused."""
 
 import json
 import os

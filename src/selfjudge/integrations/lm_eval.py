@@ -1,8 +1,7 @@
 """lm-evaluation-harness drives the decoder: `python -m selfjudge.integrations.lm_eval run --model selfjudge --tasks …`.
 
 `--model_args pair=smollm2-135m,rule=judged:q0.9,gamma=10` (or `target=…,draft=…,judge=…`). What a task generates is
-decoded with the rule; likelihoods are the target's own under every rule, as the harness computes them.
-"""
+decoded with the rule; likelihoods are the target's own under every rule, as the harness computes them."""
 
 from __future__ import annotations
 

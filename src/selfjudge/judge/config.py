@@ -1,6 +1,5 @@
 """Folders of judges, shipped, local or of the hub: their `config.json`, which says what a judge is made for and what
-it reads, and the prompts that it was trained on. Imports no torch.
-"""
+it reads, and the prompts that it was trained on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class JudgeConfig:
     def threshold(self, theta: float | str | None) -> float:
         """θ as a number in [0, 1], from a number, a stored threshold's name (`F`, `R`) or `q0.9`: that of quality 0.9.
 
-        None is the default: R, or one half for a judge that was trained without thresholds.
-        """
+        None is the default: R, or one half for a judge that was trained without thresholds."""
         if theta is None:
             return self.thresholds.get(DEFAULT_THETA, 0.5)
         if isinstance(theta, str):

@@ -1,8 +1,7 @@
 """The judge: a tiny classifier that says whether a draft token keeps the target's meaning.
 
 It reads what the verification pass computed anyway, so it costs one small matrix product and no forward pass.
-It outputs P(acceptable); a draft is accepted when that is *greater than* θ, so θ = 1 accepts nothing.
-"""
+It outputs P(acceptable); a draft is accepted when that is *greater than* θ, so θ = 1 accepts nothing."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class Judge(nn.Module):
         """[...] P(acceptable) of drafts [...]: 0 beyond the margin limit, NaN where a state that is read is non-finite.
 
         The states at the drafts and at the tokens before are [..., H], the rows that predict the drafts [..., V];
-        `choice` [...] are the target's most likely tokens, if they are known.
-        """
+        `choice` [...] are the target's most likely tokens, if they are known."""
         features, limit = self.config.features, self.config.margin_limit
         margin = None if limit is None and "margin" not in features else margins(logits, drafts, choice)
         scores = self.score(join_features(features, hidden, margin, before))

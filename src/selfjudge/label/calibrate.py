@@ -2,10 +2,7 @@
 
 On prompts with a checkable answer the search (preservation.py) finds the draft tokens that change the answer. τ is the
 score under which the share `reject_recall` of them lies. It belongs to one suffix length. The evidence keeps every
-position's log-probability, so that τ can be computed again for another.
-"""
-
-from __future__ import annotations
+position's log-probability, so that τ can be computed again for another."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of a labelling run, and the τ that ship with embedded pairs. Imports no torch, as the command line does."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +103,7 @@ def find_shipped_tau(target: str, draft_sha256: str | None, suffix_length: int) 
     """The τ that ships with an embedded pair, for its own draft and suffix length.
 
     A hash of None belongs to a draft that is not loaded yet: it is taken for the pair's own, which has no τ if it is a
-    head.
-    """
+    head."""
     embedded = EMBEDDED.get(target)
     if draft_sha256 is None and embedded is not None and embedded.head is not None:
         return None

@@ -2,10 +2,7 @@
 
 Substitutions are independent: each is the only one in the target's own response. Places are drawn evenly over responses
 and, within each, over margins. At a tenth of them the target's own token is put in again: what such a control loses is
-the noise of the method.
-"""
-
-from __future__ import annotations
+the noise of the method."""
 
 import hashlib
 from bisect import bisect
@@ -35,8 +32,7 @@ def label_by_consequences(
     """A token is acceptable if the answer is kept after it.
 
     Rows have `control` (was the answer kept after the target's own token? None where that was not tried) and `margin`
-    in nats, besides the fields of all methods.
-    """
+    in nats, besides the fields of all methods."""
     cases = draw_cases(pair, originals, config)
     candidates: list[Candidate] = []
     drafts: list[Substitution] = []

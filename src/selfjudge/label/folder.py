@@ -8,8 +8,6 @@ responses.jsonl             all responses
 manifest.json               written last: its existence means done
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Mismatches: where the draft, reading the target's response, predicts another token; their labels by likelihood."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -53,8 +51,7 @@ def select_places(
 ) -> list[int]:
     """Places that can be labelled: tokens differ, none is special, and not the last one.
 
-    In a response that the length limit `cut`, places with fewer than `suffix_length` tokens after them are left out.
-    """
+    In a response that the length limit `cut`, places with fewer than `suffix_length` tokens after them are left out."""
     end = len(response) - 1
     if cut:
         end = min(end, len(response) - suffix_length)
@@ -107,8 +104,7 @@ def make_labels(
 ) -> Labels:
     """Rows and row-aligned arrays of the candidates whose scores are finite; the others are counted.
 
-    `verdicts` have the label of each candidate and whatever else the method stores.
-    """
+    `verdicts` have the label of each candidate and whatever else the method stores."""
     scores = Scores.gather([(c.scores, c.k) for c in candidates], config.suffix_length, pair.hidden_size)
     finite = np.isfinite(scores.prefix + scores.suffix)
     rows: list[Row] = []

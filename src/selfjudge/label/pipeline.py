@@ -1,10 +1,7 @@
 """Labels without annotation: prompts → the target's responses → mismatches and scores → labels by τ.
 
 Every stage works in numbered parts that are written whole and sealed with checksums (`store.RunFolder`). A run that was
-killed goes on where it was and ends in the same bytes.
-"""
-
-from __future__ import annotations
+killed goes on where it was and ends in the same bytes."""
 
 import hashlib
 import sys
@@ -79,8 +76,7 @@ def label_pair(
 ) -> dict[str, Any]:
     """Label into the folder `out`; returns its manifest.
 
-    With `resume`, a run begun in `out` goes on.
-    """
+    With `resume`, a run begun in `out` goes on."""
     config = config or LabelConfig()
     config.check()
     if pair.draft is None and pair.draft_id:

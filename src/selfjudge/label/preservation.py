@@ -2,10 +2,7 @@
 
 Left to right through a response: put the draft's token at the first mismatch, let the target finish, compare answers.
 If the answer is kept, the token did not matter and the new response becomes the current one. Otherwise the token is
-critical and the response stays. The searches of many prompts advance together, one continuation each in a batch.
-"""
-
-from __future__ import annotations
+critical and the response stays. The searches of many prompts advance together, one continuation each in a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,8 +96,7 @@ def label_by_preservation(
 ) -> Labels:
     """A token is acceptable if the answer is preserved; on open prompts (autojudge+) the target compares the meanings.
 
-    A position counts in the response that the search had reached.
-    """
+    A position counts in the response that the search had reached."""
     events = search_critical_tokens(pair, config, originals, most=config.substitutions, notify=notify)
     candidates: list[Candidate] = []
     verdicts: list[Row] = []

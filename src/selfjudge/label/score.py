@@ -96,8 +96,7 @@ def sum_scores(
     """[K] the score of stored `arrays`, over at most `suffix_length` tokens of the suffix without the first `gap`.
 
     `likelihood` is the sum of the prefix term and the suffix term. `confidence` takes the most likely tokens after the
-    substitution instead of the original ones, and the mean instead of the sum.
-    """
+    substitution instead of the original ones, and the mean instead of the sum."""
     suffix = slice(gap, suffix_length)
     original = arrays["original"][:, suffix]
     after = arrays["highest" if score == "confidence" else "substituted"][:, suffix]
@@ -183,8 +182,7 @@ class Scorer:
     def _score_response(self, case: Case, states: Tensor) -> Scores:
         """Scores of the response itself; those of the branches are filled in later.
 
-        `states` begin at the last token of the prompt: each predicts the next token.
-        """
+        `states` begin at the last token of the prompt: each predicts the next token."""
         response, places, drafts = (
             torch.tensor(list(tokens), dtype=torch.long, device=self.device)
             for tokens in (case.response, case.places, case.drafts)

@@ -1,7 +1,5 @@
 """Embedded models, which can be had by name, and which folders hold EAGLE-3 heads. Loads no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path

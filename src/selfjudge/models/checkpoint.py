@@ -1,8 +1,7 @@
 """The weights of a safetensors checkpoint, read one by one onto their device and dequantised where they are quantised.
 
 Files are read, not mapped, PIECE bytes at a time: memory of the host does not grow with the checkpoint. transformers
-takes the entries of `open_checkpoint` as its `state_dict` and asks each for its tensor when it comes to it.
-"""
+takes the entries of `open_checkpoint` as its `state_dict` and asks each for its tensor when it comes to it."""
 
 from __future__ import annotations
 
@@ -203,8 +202,7 @@ def _unpack_weights(parts: dict[str, Tensor], scheme: QuantScheme) -> Tensor:
     """[N, K] from words of whole numbers, of zeros, and scales [N, G] of each group of inputs.
 
     compressed-tensors has words [N, K/8] and perhaps zeros [N/8, G]; GPTQ words [K/8, N], AWQ [K, N/8], both zeros
-    [G, N/8] and scales [G, N].
-    """
+    [G, N/8] and scales [G, N]."""
     bits, zeros = scheme.bits, torch.tensor(1 << scheme.bits - 1)
     if PACKED in parts:
         rows, cols = parts["weight_shape"].tolist()

@@ -174,8 +174,7 @@ def finish_gguf(writer: GGUFWriter) -> None:
 def write_compact(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> int:
     """Write a draft's layers and projections: matrices as int8 rows with a float32 scale each, the rest in float16.
 
-    Returns the bytes of the tensors' file.
-    """
+    Returns the bytes of the tensors' file."""
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 2:

@@ -14,8 +14,6 @@ FOLDER/
                         float16; draft_ids
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -224,8 +222,7 @@ class EagleHead(nn.Module):
     ) -> Self:
         """Use this target's embedding and output matrix, its device and, unless given, its dtype.
 
-        A target that does not fit is refused.
-        """
+        A target that does not fit is refused."""
         self.check_target(target, sha256, name or "this target")
         self.window = context_window(target)
         self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
@@ -291,8 +288,7 @@ class EagleHead(nn.Module):
         """a [B, T, H] of entries with tokens [B, T] and g [B, T, H]; `positions` [B, T] are 0 … T−1 if not given.
 
         Keys and values go into `cache` where there is one. `mask` [B, 1, T, S] says (True) what an entry may see of it;
-        without a mask entries see themselves and those before them, so the cache must be empty or T = 1.
-        """
+        without a mask entries see themselves and those before them, so the cache must be empty or T = 1."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         q, k, v = self.layer.project(self.embed(tokens), g, self.rotary(positions, g))

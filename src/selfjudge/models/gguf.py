@@ -1,8 +1,7 @@
 """GGUF files: the metadata of a model, where its tensors lie, and their rows as floats.
 
 A model that is opened from a file has the shapes of its weights and none of their values: engines read those from it.
-What is read is copied and never mapped, so that a file that is cut or overwritten later changes nothing.
-"""
+What is read is copied and never mapped, so that a file that is cut or overwritten later changes nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A loaded model as one object: its module, where its weights are, and what engines keep for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

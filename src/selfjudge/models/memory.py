@@ -1,9 +1,6 @@
 """What a model needs of memory: the one estimate of loading, admission, `doctor` and docs/memory.md.
 
-It reads a config and the headers of files, never a weight.
-"""
-
-from __future__ import annotations
+It reads a config and the headers of files, never a weight."""
 
 import math
 from collections.abc import Mapping

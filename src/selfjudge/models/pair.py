@@ -59,8 +59,7 @@ class Pair:
         lets the CPU engine quantise it. With a dtype of floats the draft has it, too, unless `draft_dtype` is int8.
         `full_precision` chooses a dtype of floats: for labels, likelihoods and training.
         `gpu_memory` limits what this process takes of a CUDA device: a share (`0.9`) or a size (`8GB`).
-        Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
-        """
+        Without `needs_draft` the pair may lack a draft: it is then good for plain decoding."""
         loader = Loader.choose(target, device, dtype, draft_dtype, full_precision, progress)
         if gpu_memory is not None:
             limit_memory(loader.device, gpu_memory)
@@ -172,8 +171,7 @@ class Pair:
 def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Notify | None = None) -> None:
     """Write the head `draft` of a target in speculators' format; `steps` is how many tokens vLLM drafts by default.
 
-    Target and draft are named as for `Pair.load`. What was exported to `out` before is replaced.
-    """
+    Target and draft are named as for `Pair.load`. What was exported to `out` before is replaced."""
     check_export(draft, out)
     pair = Pair.load(target, draft, device="cpu", dtype="float16", progress=progress)
     assert isinstance(pair.draft, EagleHead)

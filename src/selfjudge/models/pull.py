@@ -11,8 +11,6 @@ A folder is made under a temporary name and moved into place when whole; its man
 and is as old as the last check of them. What a kill interrupts is made again by the next call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -35,8 +33,7 @@ def pull(name: str, progress: Notify | None = None, *, verify: bool = True) -> P
     """The GGUF file of an embedded model, fetched if it is not there yet. Offline after the first time.
 
     `verify` reads every cached file against its checksum; without it a file is read only when it was
-    touched since it was last checked.
-    """
+    touched since it was last checked."""
     cache = _Cache(name, progress)
     if not verify and cache.has_file(full=False) and cache.whole(cache.blocks, full=False):
         return cache.file
@@ -69,8 +66,7 @@ def served_reference(reference: str) -> str:
 def block_file(reference: str, progress: Notify | None = None) -> tuple[Path, Path] | None:
     """The GGUF file of an embedded target (`NAME`) or of its draft (`NAME/draft`), and the folder of its tokenizer.
 
-    None for others.
-    """
+    None for others."""
     found = find_embedded(reference)
     if found is None or found[1] == "eagle3":
         return None
@@ -209,8 +205,7 @@ class _Cache:
 def _unchanged(files: Mapping[Path, str], mark: Path, full: bool) -> bool:
     """Whether all files are there and have these hashes; `mark` then gets the time of this check.
 
-    Files that were not touched since the mark's time are not read, unless `full`.
-    """
+    Files that were not touched since the mark's time are not read, unless `full`."""
     checked = mark.stat().st_mtime_ns if mark.exists() else 0
     if not all(file.is_file() for file in files):
         return False

@@ -1,10 +1,7 @@
 """What a decoder is made of: one description, read from a config of transformers, that all fast engines run.
 
 A GGUF file is read as such a config first (`gguf.py`). Of a model type only what its config does not say stands here
-(`FAMILIES`). What cannot be described is refused with the property that is in the way.
-"""
-
-from __future__ import annotations
+(`FAMILIES`). What cannot be described is refused with the property that is in the way."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,8 +151,7 @@ class Shape:
     def rotated_columns(self, width: int) -> Tensor | None:
         """Order of the columns of a head of queries or keys, which engines pair by halves; None where it is their own.
 
-        A head gets `width` columns; −1 marks a column of zeros. Columns that are not rotated fill both halves.
-        """
+        A head gets `width` columns; −1 marks a column of zeros. Columns that are not rotated fill both halves."""
         if width == self.head_dim == self.rotary_dim:
             return None
         half, rest = self.rotary_dim // 2, list(range(self.rotary_dim, self.head_dim))

@@ -8,8 +8,6 @@ FOLDER/
                          tokens; perhaps embed_tokens
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +141,7 @@ def write_speculators(head: EagleHead, target: PreTrainedModel, folder: Path, *,
     """Write `model.safetensors` (float16) and `config.json` for a head that is bound to its target.
 
     `steps` is how many tokens vLLM drafts unless told otherwise, `verifier` what vLLM loads as the target. The rows of
-    the output matrix are copied, because vLLM wants them; the embedding is taken from the target.
-    """
+    the output matrix are copied, because vLLM wants them; the embedding is taken from the target."""
     config = head.config
     assert head.output is not None
     if len(set(config.aux_layers)) < 3:

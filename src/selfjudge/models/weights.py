@@ -1,7 +1,5 @@
 """Weights as they are loaded: all of the model's, none of another's, every one finite; and how int8 rounds them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,8 +47,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], source: Path | str) -> N
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values [N, K] and float16 scales [N, K/32]: the largest of a group becomes ±127.
 
-    The last group may be short. What `dequantise` gives is quantised to the same values again.
-    """
+    The last group may be short. What `dequantise` gives is quantised to the same values again."""
     rows, cols = weight.shape
     groups = F.pad(weight.detach().float(), (0, -cols % GROUP)).view(rows, -1, GROUP)
     scale = (groups.abs().amax(-1) / 127).half()

@@ -1,7 +1,6 @@
 """Small operations that our loop and vLLM's worker share; on CUDA with Triton they are kernels.
 
-There an argmax splits a row over many programs: one program for a whole vocabulary takes longer than a layer.
-"""
+There an argmax splits a row over many programs: one program for a whole vocabulary takes longer than a layer."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ else:
 def replace_non_finite(logits: Tensor) -> Tensor:
     """NaN → −inf and +inf → a very large number, so that argmax and softmax stay meaningful at any temperature.
 
-    A row without a finite logit becomes uniform.
-    """
+    A row without a finite logit becomes uniform."""
     most = min(1e30, torch.finfo(logits.dtype).max)
     logits = torch.nan_to_num(logits, nan=-math.inf, posinf=most, neginf=-math.inf)
     return torch.where(torch.isneginf(logits.amax(-1, keepdim=True)), 0.0, logits)

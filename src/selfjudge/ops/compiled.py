@@ -1,7 +1,5 @@
 """Compiled Triton kernels: where they are kept, and who is told that some are being compiled."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import warnings
@@ -22,8 +20,7 @@ COMPILING = "compiling kernels, once on this machine …"
 def keep_kernels() -> None:
     """Let Triton keep compiled kernels in our cache folder, so that the next process need not compile them.
 
-    Called before the first kernel is compiled. A folder that the user has set stays.
-    """
+    Called before the first kernel is compiled. A folder that the user has set stays."""
     if os.environ.get(VARIABLE):
         return
     folder = home().absolute() / "kernels" / "triton"

@@ -1,8 +1,7 @@
 """The judge's score as one kernel: one program for each draft reads its state once and computes P(acceptable).
 
 Rows are flat: row i of the logits predicts a token that row i + 1 of the states has read.
-vLLM's worker uses parts of it, too.
-"""
+vLLM's worker uses parts of it, too."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def _scores(
 def draft_scores(judge: JudgeWeights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:
     """[B, γ] P(acceptable) of the drafts of blocks; NaN where the state is non-finite.
 
-    States [B, γ+1, H], logits [B, γ+1, V], their most likely tokens [B, γ+1], drafts [B, γ].
-    """
+    States [B, γ+1, H], logits [B, γ+1, V], their most likely tokens [B, γ+1], drafts [B, γ]."""
     out = torch.empty(drafts.shape, dtype=torch.float32, device=drafts.device)
     hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
     _scores[(drafts.numel(),)](

@@ -2,10 +2,7 @@
 
 Without more, it asks what it was trained for; an opening, such as "Translate to Spanish:", leads it to other kinds.
 
-No data is needed: what an instruction-tuned model believes users ask is in its weights (Magpie, Xu et al. 2024).
-"""
-
-from __future__ import annotations
+No data is needed: what an instruction-tuned model believes users ask is in its weights (Magpie, Xu et al. 2024)."""
 
 import re
 from collections import Counter
@@ -51,8 +48,7 @@ class Collector:
     def __call__(self, sources: Sequence[Source]) -> tuple[list[tuple[PromptRecord, list[int]]], dict[str, Any]]:
         """Prompts with their token ids, and what became of each source's prompts.
 
-        A prompt that is repeated counts once: twins would end up on both sides of a split by prompt.
-        """
+        A prompt that is repeated counts once: twins would end up on both sides of a split by prompt."""
         kept: dict[tuple[int, ...], tuple[PromptRecord, list[int]]] = {}
         report: dict[str, Any] = {}
         for source in sources:

@@ -1,7 +1,5 @@
 """The certificate as a page and as text: a sentence, the evidence, the rules, answers lost and gained."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

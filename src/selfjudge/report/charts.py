@@ -1,7 +1,5 @@
 """Records → charts as data; `draw` makes pictures of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

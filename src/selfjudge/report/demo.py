@@ -1,7 +1,5 @@
 """The page of `selfjudge demo`, and its last sentences: the gain, then rules side by side, with answers by token."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,8 +37,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
 
     A row of `result["rows"]` may have `tokens` of its first answer: `[text, origin, target's choice, its probability,
     judge's score]`. Without them the answer is shown as plain text. All but `rows` may be missing: a demo may have been
-    stopped. `gain` is the question on the large model, and has rows of its own.
-    """
+    stopped. `gain` is the question on the large model, and has rows of its own."""
     rows: list[dict[str, Any]] = result["rows"]
     gain = result.get("gain") or {"rows": []}
     return render(

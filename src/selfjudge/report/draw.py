@@ -1,8 +1,7 @@
 """Charts → pictures: each is drawn once by matplotlib, as SVG for the page and as PNG for other uses.
 
 In the SVG text stays text, and marks have tooltips. Colours are the page's CSS variables, so light, dark and print
-need no second drawing. Colour is never the only difference: every style has its own mark and dash.
-"""
+need no second drawing. Colour is never the only difference: every style has its own mark and dash."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """How numbers, intervals and tokens are written in tables, charts and sentences."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -82,8 +80,7 @@ def show_number(value: float, digits: int = 10) -> str:
 class Sentences:
     """The macros of a text in assets/ of a package, each of which says one thing; blanks and line ends are one blank.
 
-    They may use the functions of this module, and `words`.
-    """
+    They may use the functions of this module, and `words`."""
 
     def __init__(self, asset: str, package: str = "selfjudge.report", **words: Any) -> None:
         self.asset, self.package, self.words = asset, package, words

@@ -2,10 +2,7 @@
 
 Jinja escapes every text from a result. A content policy allows the page's script and style sheet by their hashes:
 a text that slipped through could not run or load anything. Tables and charts need no script; it adds the filter, the
-theme and the token viewer.
-"""
-
-from __future__ import annotations
+theme and the token viewer."""
 
 import re
 from collections import defaultdict
@@ -34,8 +31,7 @@ RECORD = "report.json"
 def report(folders: Sequence[Path], out: Path) -> Content:
     """Write the page `out`, and beside it, in a folder of the same name, PNG figures, tables.md and report.json.
 
-    Returns the rows of the tables, the names of the figures, the number of runs and what was left out.
-    """
+    Returns the rows of the tables, the names of the figures, the number of runs and what was left out."""
     check_page(out)
     beside = out.with_suffix("")
     earlier = _earlier_figures(beside)

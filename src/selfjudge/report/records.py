@@ -1,10 +1,7 @@
 """Result folders → frozen records of evaluated runs, and the order in which they are shown.
 
 Every run below a given folder counts. A damaged file is an error that names it; an unfinished run is named and left
-out. Tasks come as in the paper, rules from lossless to boldest. A task is shown at the γ that most of its runs have.
-"""
-
-from __future__ import annotations
+out. Tasks come as in the paper, rules from lossless to boldest. A task is shown at the γ that most of its runs have."""
 
 import re
 from collections import Counter, defaultdict
@@ -31,8 +28,7 @@ MATCHING_WORDS = "matching words"
 class EvalRun:
     """One task decoded by one rule at one γ: the `summary.json` of eval, and answers. Scores are shares.
 
-    Fields have the names of the summary's keys.
-    """
+    Fields have the names of the summary's keys."""
 
     folder: Path
     task: str
@@ -254,8 +250,7 @@ def _add_run(file: Path, runs: dict[tuple[Any, ...], EvalRun], skipped: dict[str
 def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
     """Several judges of a pair with one name get the first digits of their ids.
 
-    Runs with fewer examples, or a shorter limit, than others of a task do not compare: they get a task of their own.
-    """
+    Runs with fewer examples, or a shorter limit, than others of a task do not compare: they get a task of their own."""
     judges: dict[tuple[str, str], set[str]] = defaultdict(set)
     sizes: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
     for run in runs:

@@ -1,9 +1,6 @@
 """Tables: plain rows, and columns that say how they are shown, the same for the page and for Markdown.
 
-Then every table of the report, from records; each is empty where there is no data for it.
-"""
-
-from __future__ import annotations
+Then every table of the report, from records; each is empty where there is no data for it."""
 
 import math
 import re
@@ -28,8 +25,7 @@ Row = Mapping[str, Any]
 class Column:
     """`form` shows the row's `value`: a key, or a function of the row.
 
-    `below` is shown smaller under it, as plain text after `joint`: the key of an interval, or a function of the row.
-    """
+    `below` is shown smaller under it, as plain text after `joint`: the key of an interval, or a function of the row."""
 
     head: str
     value: str | Callable[[Row], Any]

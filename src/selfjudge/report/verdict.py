@@ -1,10 +1,7 @@
 """The verdict: the result in three sentences, one chart and at most five rows.
 
 It covers the paper's tasks, as far as they were run, else the first task. Every figure is paired with `exact`: the same
-prompts, the same γ.
-"""
-
-from __future__ import annotations
+prompts, the same γ."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -76,8 +73,7 @@ _say = Sentences("verdict.txt", few_prompts=FEW_PROMPTS)
 def _sentences(rows: Sequence[Row], where: str, exact_score: float) -> list[str]:
     """The gain and cost of the first rule, those of the others, and where no loss is shown.
 
-    That `exact` itself is hardly ever right comes first.
-    """
+    That `exact` itself is hardly ever right comes first."""
     first, *others = rows
     sentences = [_say("first", first, where), *([_say("others", others)] if others else [])]
     if exact_score < LOW_SCORE:

@@ -1,8 +1,7 @@
 """The files that runs write, as schemas: every file is read through one of these, for it may come from anywhere.
 
 `formats.json` declares them: for each key its type and, where it is documented, what it means; `?` marks a key that may
-be absent. Keys that are not declared may be there as well. Whoever writes a file adds its keys there.
-"""
+be absent. Keys that are not declared may be there as well. Whoever writes a file adds its keys there."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def sha256(path: Path) -> str:
 def fingerprint(files: Iterable[Path]) -> str:
     """sha256 over size, first and last MiB of each file: tells checkpoints apart without reading all of them.
 
-    Empty where there is no file.
-    """
+    Empty where there is no file."""
     digest, paths = hashlib.sha256(), sorted(files)
     for path in paths:
         size = path.stat().st_size
@@ -100,8 +99,7 @@ def parse_json(text: str) -> Any:
     """A JSON value. Anything that the standard does not allow is a ValueError.
 
     So are keys that an object has twice, numbers too large to compute with, unpaired surrogates, and values nested
-    deeper than any file of ours.
-    """
+    deeper than any file of ours."""
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -192,8 +190,7 @@ def write_text(path: Path, text: str) -> None:
 def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]], align: str = "") -> str:
     """A GitHub table, without a final line end. Cells must be escaped already.
 
-    `align` has a letter for each column: `l` for text, `r` for numbers. By default the first column alone is text.
-    """
+    `align` has a letter for each column: `l` for text, `r` for numbers. By default the first column alone is text."""
     align = align or "l" + "r" * (len(head) - 1)
     ruler = ["---:" if side == "r" else "---" for side in align]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, ruler, *rows))
@@ -318,8 +315,7 @@ def read_tensors(path: Path, names: Iterable[str] | None = None) -> tuple[dict[s
 def locked(path: Path, waiting: str | None = None, refuse: str | None = None) -> Iterator[None]:
     """Hold an exclusive lock on `path`. The kernel frees it when the process ends, kill -9 included: no stale locks.
 
-    Where another process holds it, this one waits and says `waiting`, or gives up with the error `refuse`.
-    """
+    Where another process holds it, this one waits and says `waiting`, or gives up with the error `refuse`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:

@@ -1,7 +1,5 @@
 """Whether a machine is quiet enough for its times to mean something."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -38,8 +36,7 @@ class LoadWatch:
 def describe_load(usages: Iterable[Usage], turns: Iterable[Sequence[float]] = ()) -> str:
     """Why times measured during these usages are not reliable, in one sentence; empty where they are.
 
-    `turns` are seconds of repeated work: each sequence those of the same work.
-    """
+    `turns` are seconds of repeated work: each sequence those of the same work."""
     wall, busy, own = (sum(column) for column in zip((0.0, 0.0, 0.0), *usages, strict=True))
     seconds, cores = max(wall, SHORTEST), _count_cores()
     used, others = busy / seconds, max(0.0, busy - own) / seconds

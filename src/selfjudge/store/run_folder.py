@@ -1,7 +1,5 @@
 """The resumable folder of a run: settings, seals, parts, lock, and where and how it was made."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -73,8 +71,7 @@ def _output(*command: str) -> str:
 def keep_settings(file: Path, now: Mapping[str, Any], *, free: Collection[str] = ()) -> dict[str, Any]:
     """Write the settings that a folder is begun with, or refuse settings that differ from `file`; those of `file`.
 
-    `free` settings may differ; the error names the others that do.
-    """
+    `free` settings may differ; the error names the others that do."""
     now = json.loads(json.dumps(now))  # as JSON has them: lists for tuples
     if not file.is_file():
         write_json(file, now)
@@ -111,8 +108,7 @@ class RunFolder:
         .lock             locked while a process works here; the kernel unlocks it when the process ends
 
     A run calls `claim`, then within `working`: `result`; for each part `sealed`, and if that is None makes its files
-    and calls `seal`; `finish` at the end. A missing, a crashed and a finished folder take the same path.
-    """
+    and calls `seal`; `finish` at the end. A missing, a crashed and a finished folder take the same path."""
 
     def __init__(self, path: Path, *, done: str = "run.json", schema: Any = RunRecord) -> None:
         """`schema`: of the file `done`."""
@@ -125,8 +121,7 @@ class RunFolder:
     def claim(self, *, resume: bool = True, own: Collection[str] = ()) -> None:
         """Refuse a folder that somebody else's files are in, and, without `resume`, one that a run was begun in.
 
-        Writes nothing. `own` names files that may stand in a folder where no run was begun.
-        """
+        Writes nothing. `own` names files that may stand in a folder where no run was begun."""
         if not self.begun:
             refuse_foreign(self.path, own)
         elif not resume:
@@ -136,8 +131,7 @@ class RunFolder:
     def working(self, settings: Mapping[str, Any], *, free: Collection[str] = ()) -> Iterator[dict[str, Any]]:
         """Hold the folder's lock; the settings that the run was begun with (see `keep_settings`).
 
-        A second process is refused. A file that cannot be written is a one-line error; what is sealed stays.
-        """
+        A second process is refused. A file that cannot be written is a one-line error; what is sealed stays."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with locked(self.path / ".lock", refuse=f"another process works on {self.path}"):

@@ -2,10 +2,7 @@
 
 A schema is a TypedDict or a dataclass; keys that it does not declare are let through. Its fields are `Any`, `None`,
 `bool`, `int`, `float` (finite), `str`, `Literal`, lists, tuples, dictionaries, unions and other schemas, narrowed
-with `Annotated[…, Range | Pattern]`; `Annotated[str, Literal[…]]` is a choice whose type is `str` elsewhere.
-"""
-
-from __future__ import annotations
+with `Annotated[…, Range | Pattern]`; `Annotated[str, Literal[…]]` is a choice whose type is `str` elsewhere."""
 
 import json
 import re

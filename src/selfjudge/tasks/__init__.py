@@ -1,9 +1,6 @@
 """Benchmarks: examples, prompts, and how answers are found, compared and scored.
 
-A task has a name: a benchmark, one of its splits (`livecodebench/all`), or a user's file (`file:PATH`).
-"""
-
-from __future__ import annotations
+A task has a name: a benchmark, one of its splits (`livecodebench/all`), or a user's file (`file:PATH`)."""
 
 from pathlib import Path
 

@@ -2,10 +2,7 @@
 
 Rows come from the files that each benchmark's authors published (see `docs/tasks.md`), in the folder `data` or
 `SELFJUDGE_DATA`. Without a folder, and with `datasets` installed, they come from the hub. No row of a training split
-occurs in the test split.
-"""
-
-from __future__ import annotations
+occurs in the test split."""
 
 import os
 import re
@@ -27,8 +24,7 @@ FILE = "file:"  # prefix of a task that is a user's own file
 class Task:
     """Base of all tasks. A benchmark declares `prompt`, and `gold`, `extract` and `same` or `score`.
 
-    Its other attributes are in `benchmarks.json`.
-    """
+    Its other attributes are in `benchmarks.json`."""
 
     name: str
     summary: str
@@ -64,8 +60,7 @@ class Task:
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
         """The first `limit` rows of a split, of a part of it (`train[4792:]`) or of several (`test+train[4792:]`).
 
-        Every row has an `id`.
-        """
+        Every row has an `id`."""
         rows: list[Row] = []
         for text in split.split("+"):
             name, part = parse_split(text)

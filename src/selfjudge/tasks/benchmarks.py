@@ -1,7 +1,5 @@
 """Tasks whose answers are numbers, letters, formulas or texts, and a user's file. Programs are asked for in `code`."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -204,8 +202,7 @@ class File(Task):
 
     A `check` is Python that must run through, in the sandbox, with the text as `answer`: `assert "42" in answer`. Rows
     with neither are decoded like the others and not scored. Rows with a `split` keep it; the others are split by the
-    hash of their prompt's words.
-    """
+    hash of their prompt's words."""
 
     summary = "your own prompts, with answers or without"
     licence = "given by the user"

@@ -1,7 +1,5 @@
 """Benchmarks that ask for a program: its answer is the set of tests that it passes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from hashlib import sha256

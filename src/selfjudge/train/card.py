@@ -1,7 +1,5 @@
 """The card of a judge: where it comes from, how well it does, at which thresholds, with a figure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

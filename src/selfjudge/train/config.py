@@ -1,7 +1,5 @@
 """Settings of training. Imports no torch: the command line makes its options from this."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self

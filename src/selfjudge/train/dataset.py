@@ -1,9 +1,6 @@
 """Labelled rows for training: small columns in memory, hidden states read shard by shard, or kept where they fit.
 
-Three parts, split by prompt: a prompt, in whatever folder and however often it is labelled, belongs to one of them.
-"""
-
-from __future__ import annotations
+Three parts, split by prompt: a prompt, in whatever folder and however often it is labelled, belongs to one of them."""
 
 import hashlib
 from collections import defaultdict
@@ -59,8 +56,7 @@ class LabelledRows:
     """Rows of one or several label folders; labels are the stored ones until `relabel`.
 
     Some draft tokens are the target's most likely one after all (in bfloat16, ties between two passes). Alignment
-    accepts those, so their rows belong to no part.
-    """
+    accepts those, so their rows belong to no part."""
 
     folders: list[Path]
     manifests: list[dict[str, Any]]
@@ -127,8 +123,7 @@ class LabelledRows:
         """The same rows with labels from the stored scores: of `suffix_length` tokens without the first `suffix_gap`,
         above `tau` or the τ that calls the share `acceptable` of the mismatches acceptable.
 
-        Labels by other methods stay as they are, where there are some by likelihood.
-        """
+        Labels by other methods stay as they are, where there are some by likelihood."""
         tau, gap, score = config.tau, config.suffix_gap, config.score
         scored = [i for i, manifest in enumerate(self.manifests) if manifest["method"] == "selfjudge"]
         if not scored:
@@ -212,8 +207,7 @@ class LabelledRows:
     ) -> Iterator[Chunk]:
         """The chosen rows, a bounded chunk at a time.
 
-        With `originals` also the target's own tokens at the same places, which are acceptable.
-        """
+        With `originals` also the target's own tokens at the same places, which are acceptable."""
         most = max(1, CHUNK_BYTES // (4 * feature_width(features, self.hidden_size)))
         waiting: list[Chunk] = []
         for number, shard in enumerate(self.shards):

@@ -1,7 +1,6 @@
 """Fitting: standardised columns, logistic regression by Newton's method over streamed rows.
 
-The scaler is folded into the weights: a judge reads plain columns.
-"""
+The scaler is folded into the weights: a judge reads plain columns."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def fit_logistic(chunks: Chunks, scaler: Scaler, penalties: Iterable[Tensor]) ->
     """[D + 1] weights and bias that minimise Σ log-loss + ½ Σ penalty_j w_j² on standardised columns, for each
     penalty [D] in turn. The bias is not penalised.
 
-    Newton's method: a step is one pass over the rows. Each search begins where the last one ended, with its sums.
-    """
+    Newton's method: a step is one pass over the rows. Each search begins where the last one ended, with its sums."""
     weights, sums = torch.zeros(0), None
     for penalty in penalties:
         ridge = F.pad(penalty.double(), (0, 1))
@@ -144,8 +142,7 @@ def fit_linear(
 ) -> Fitted:
     """A judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`, the first of equals.
 
-    With `originals` it learns from the target's own tokens as well, as acceptable rows.
-    """
+    With `originals` it learns from the target's own tokens as well, as acceptable rows."""
     chunks = partial(rows.chunks, rows.of("fit"), config.features, originals=originals, device=device)
     scaler = Scaler.of(chunks)
 

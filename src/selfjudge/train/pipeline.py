@@ -7,8 +7,6 @@
 The holdout chooses nothing but θ, and no prompt belongs to two parts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Sequence
@@ -41,8 +39,7 @@ def train_judge(
 ) -> dict[str, Any]:
     """Train a judge on finished label folders of one target and write its folder; returns its `config.json`.
 
-    `notify` is told each stage and the share of it that is done.
-    """
+    `notify` is told each stage and the share of it that is done."""
     config = config or TrainConfig()
     config.check()
     config = config.resolve()

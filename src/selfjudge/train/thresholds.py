@@ -1,9 +1,6 @@
 """Thresholds from the holdout's mismatches: a draft is accepted when its score is greater than θ.
 
-A row is acceptable where its label is 1. The other rows are bad substitutions.
-"""
-
-from __future__ import annotations
+A row is acceptable where its label is 1. The other rows are bad substitutions."""
 
 from typing import Any, NamedTuple
 
@@ -34,8 +31,7 @@ def count_above(scores: NDArray[Any], labels: NDArray[Any]) -> CountsAbove:
 def roc_auc(scores: NDArray[Any], labels: NDArray[Any]) -> float:
     """Area under the ROC curve: how often an acceptable row scores above a bad one, ties by half.
 
-    nan where the rows are of one kind.
-    """
+    nan where the rows are of one kind."""
     acceptable, bad = scores[labels > 0.5], np.sort(scores[labels <= 0.5])
     if not len(acceptable) or not len(bad):
         return float("nan")
@@ -50,8 +46,7 @@ def find_thresholds(
 
     `R`: the most permissive θ that rejects at least the share `reject` of the bad rows, but not below `F`.
     `Youden`: where the shares of acceptable and of bad rows that are accepted are furthest apart. With `f` "youden",
-    as in the released code, F is that one, and R may lie below it.
-    """
+    as in the released code, F is that one, and R may lie below it."""
     above = count_above(scores, labels)
     n_acceptable, n_bad = int((labels > 0.5).sum()), int((labels <= 0.5).sum())
     f_accept = 2 * above.acceptable / np.maximum(1, above.acceptable + above.bad + n_acceptable)

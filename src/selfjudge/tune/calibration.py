@@ -146,8 +146,7 @@ def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     """Refuse what prompts and settings rule out before a model is loaded, such as an ε that so few cannot certify.
 
     If the device chooses the batch, that of a CPU is assumed, which sets the fewest prompts aside; the number of
-    prompts in the message is enough on CUDA, too.
-    """
+    prompts in the message is enough on CUDA, too."""
     families = list_families(config.families, judge)
     if config.gamma is not None:
         families, _ = split_by_gamma(families, config.gamma, judge)
@@ -283,8 +282,7 @@ class TuneJob:
     ) -> TuneJob:
         """Load prompts and judge. Refuses prompts that the judge learnt from.
 
-        `attempt` is the id of a run that is resumed.
-        """
+        `attempt` is the id of a run that is resumed."""
         loaded, source = _load_judge(pair, judge)
         if loaded is None and config.families == FAMILIES:
             warn("no judge ships for this target: the family judged is left out")
@@ -383,8 +381,7 @@ class TuneJob:
     def claim(self, families: Collection[str]) -> certify.Claim:
         """The claim of every rule. Families have equal shares of the attempt's δ, so all certificates together are
         wrong with probability δ at most. A family's rules need no shares: each is tested at the family's level until
-        one fails.
-        """
+        one fails."""
         return certify.Claim(self.config.epsilon, self.delta / max(1, len(families)), len(self.groups))
 
     def describe_outlook(self) -> str:

@@ -1,9 +1,6 @@
 """The settings of `tune`, and the rules that it tries: families, each ordered from strict to loose beforehand.
 
-All rules are guarded: at end-of-sequence and other special tokens the target alone decides. Loads no torch.
-"""
-
-from __future__ import annotations
+All rules are guarded: at end-of-sequence and other special tokens the target alone decides. Loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,8 +95,7 @@ class TuneConfig:
 def list_families(names: Sequence[str], judge: JudgeConfig | None) -> Families:
     """The families of these names; `judge` is the one of the judged rules.
 
-    Without a judge, judged is left out if all families are named, and refused if it is one of several.
-    """
+    Without a judge, judged is left out if all families are named, and refused if it is one of several."""
     if judge is None and tuple(names) == FAMILIES:
         names = [name for name in names if name != "judged"]
     return {name: _list_judged(judge) if name == "judged" else _RULES[name] for name in names}
@@ -117,8 +113,7 @@ def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
 def split_by_gamma(families: Families, gamma: int, judge: JudgeConfig | None) -> tuple[Families, list[RefusedRule]]:
     """The families with those of their rules that work with this γ, and the other rules. One without any is left out.
 
-    Rules are only looked at: the judge's config stands in for the judge.
-    """
+    Rules are only looked at: the judge's config stands in for the judge."""
     kept: Families = {}
     refused: list[RefusedRule] = []
     for family, rules in families.items():

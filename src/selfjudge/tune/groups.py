@@ -2,10 +2,7 @@
 
 A bet is valid for independent observations. Ten paraphrases of a prompt are won or lost together: counted as ten they
 would certify a rule ten times as easily. So a group is one observation. Nobody chooses the order, for whoever may try
-several orders can wait for a lucky one. Imports nothing but the standard library.
-"""
-
-from __future__ import annotations
+several orders can wait for a lucky one. Imports nothing but the standard library."""
 
 import hashlib
 import math
@@ -58,8 +55,7 @@ class Groups:
 
         What is similar to one of a group belongs to it. What all texts begin or end with is not compared. Every pair
         above the threshold is found: two such sets share one of their rarest shingles, of which `similar` tells how
-        many must be looked at.
-        """
+        many must be looked at."""
         words = [_WORD.findall(text) for text in texts.values()]
         for _ in range(2):  # what they begin with, then from the other end
             ends = zip(min(words, default=[]), max(words, default=[]), strict=False)
@@ -88,8 +84,7 @@ class Groups:
     def order(self, texts: Sequence[str], salt: str) -> list[list[int]]:
         """The groups, and the prompts of each, in the order of hashes of their texts and of `salt`.
 
-        A prompt that is added or left out moves no other.
-        """
+        A prompt that is added or left out moves no other."""
 
         def rank(*members: str) -> bytes:
             return hashlib.sha256("\0".join([salt, *members]).encode("utf-8", "replace")).digest()

@@ -3,10 +3,7 @@
 HOME/attempts.jsonl, or the file that SELFJUDGE_LEDGER names, has a row for every run of `tune`. An attempt whose
 prompts overlap with those of an earlier one of the same target is a further one, and spends a share of δ of its own
 (`certify.share_delta`). A run that is resumed is the same attempt. Who removes the file, or tunes on another machine,
-hides attempts: no file can tell.
-"""
-
-from __future__ import annotations
+hides attempts: no file can tell."""
 
 import os
 import time

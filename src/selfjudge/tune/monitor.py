@@ -10,8 +10,7 @@ requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong
 Every answer, not only those decoded twice, has figures that tell whether requests have changed: whether its prompt asks
 for code or structure, its passes per token, its share of substitutions. A certificate's `scope` has the interval of the
 mean of each over its own prompts. Bets against both ends of each run beside the other one; half of δ is theirs. Loads
-no torch.
-"""
+no torch."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ class Shadow:
     """Chooses a share of the requests, to be answered a second time, exactly; compares the two answers, and says once
     when the certificate is refuted. It is what both servers share.
 
-    Each request that `choose` took ends with one call of `end`. Nothing of prompts and answers is kept.
-    """
+    Each request that `choose` took ends with one call of `end`. Nothing of prompts and answers is kept."""
 
     def __init__(
         self,

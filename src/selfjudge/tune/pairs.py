@@ -3,10 +3,7 @@
 A rule's speed with γ drafts and so many rows at a time is its tokens per cycle over the seconds of such a cycle. At
 each load a rule has its own best γ, and a pair is worth testing if it may beat `exact` and plain decoding at theirs.
 All this follows from the speeds that a certificate keeps, so whoever verifies one finds the same pairs. Loads no
-torch.
-"""
-
-from __future__ import annotations
+torch."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -45,8 +42,7 @@ def is_promising(speeds: Speeds, load: int, rule: str) -> bool:
 def plan_pairs(families: Families, speeds: Speeds, loads: Sequence[int], gamma: int) -> Pairs:
     """The pairs of each family from strict to loose: by rule, then by γ. Without speeds all rules have this `gamma`.
 
-    Families without a pair that is worth testing are left out.
-    """
+    Families without a pair that is worth testing are left out."""
     if not speeds:
         return {name: [RulePair(rule, gamma, tuple(loads)) for rule in rules] for name, rules in families.items()}
     pairs: Pairs = {}

@@ -9,8 +9,6 @@
     signature.json            with `sign`
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 import shutil
@@ -63,8 +61,7 @@ def tune_pair(
 
     `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this
     process, unless an `answerer` is handed in. `warn` is also told before the run what so many prompts can certify.
-    A finished run returns at once, unless its time was up and there is more now, or its speeds were not reliable.
-    """
+    A finished run returns at once, unless its time was up and there is more now, or its speeds were not reliable."""
     config.check()
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
     folder.claim()

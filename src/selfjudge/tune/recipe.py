@@ -3,8 +3,7 @@
 recipe.json names the rule with all its numbers, and has the SHA-256 of every file beside it and of itself: who changes
 one of them is noticed. What the files say is computed once more (`verify`), so that figures that do not follow from the
 evidence are refused. Whoever rewrites the evidence, the attempt, the groups or the names together with all checksums is
-found by the signature alone.
-"""
+found by the signature alone."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Recipe:
     def load(cls, folder: str | Path) -> Recipe:
         """The recipe of a folder that `tune` has finished; refused if anything in it does not follow from the rest.
 
-        If SELFJUDGE_RECIPE_KEY names a public key, one that it did not sign is refused, too.
-        """
+        If SELFJUDGE_RECIPE_KEY names a public key, one that it did not sign is refused, too."""
         return cls.read(folder).verified(find_key())
 
     def verified(self, key: Path | None = None) -> Recipe:

@@ -1,7 +1,5 @@
 """Ed25519 signatures of recipes, with the keys of `ssh-keygen -t ed25519` and the package `cryptography`."""
 
-from __future__ import annotations
-
 import base64
 import os
 from pathlib import Path

@@ -2,10 +2,7 @@
 
 The first choose the pairs that are tested (`pairs.py`). Expected tokens/s are tokens per cycle, counted on answers,
 over the seconds of a cycle by the table of costs. The second are timed by turns. No certificate rests on any of these
-figures.
-"""
-
-from __future__ import annotations
+figures."""
 
 import math
 import time
@@ -185,8 +182,7 @@ class Clock:
         """Time rules, of which the first is `exact`, and plain decoding: the same prompts for all in a turn, other ones
         in the next, answers of so many tokens.
 
-        The first is also the last of each turn: the same work, whose times must agree.
-        """
+        The first is also the last of each turn: the same work, whose times must agree."""
         first, *others = (Timing(rule, self.plan(rule, gamma)) for rule, gamma in rules)
         last = Timing(first.rule, first.run)
         if not self.answerer.one_gamma:
@@ -202,8 +198,7 @@ class Clock:
     ) -> LoadWatch:
         """Let all answer the same prompts in each turn, in every second turn backwards. None begins after the deadline.
 
-        Nothing is timed before it has warmed up: on CUDA each captures its graphs.
-        """
+        Nothing is timed before it has warmed up: on CUDA each captures its graphs."""
         size = max(self.load, FEWEST_ROWS)
         parts = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)] or [prompts]
         cuda = self.answerer.device == "cuda"

@@ -1,7 +1,5 @@
 """A tuning run: calibration prompts decoded under a rule, batch by batch, each once, and tested against `exact`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -188,8 +186,7 @@ class TuneResult:
 class Tuning:
     """A run in its folder: pairs of rule and γ are chosen, families are tested, the fastest certified pair is taken.
 
-    Every batch of every pair is a sealed part of the folder.
-    """
+    Every batch of every pair is a sealed part of the folder."""
 
     def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, warn: Warn) -> None:
         self.job, self.folder, self.notify, self.warn = job, folder, notify, warn
@@ -238,8 +235,7 @@ class Tuning:
     def _test_families(self, pairs: Pairs, claim: Claim) -> list[RuleTrial]:
         """All families by turns, a pair of each: when the time is up, all have got about as far.
 
-        In a family none is tried after one that is not certified.
-        """
+        In a family none is tried after one that is not certified."""
         by_family = {
             name: [
                 RuleTrial(name, f"{name}-{number}", pair.rule, pair.gamma, claim, pair.loads, self.job.sizes)
@@ -258,8 +254,7 @@ class Tuning:
     def _choose(self, load: int, trials: Sequence[RuleTrial], speeds: Sequence[Row], left: int) -> LoadOutcome:
         """The certified pair that is most surely faster than `exact` and plain decoding at this load, on all prompts.
 
-        It is chosen by the lower end of its interval. Times of `left` loads are to be measured, this one among them.
-        """
+        It is chosen by the lower end of its interval. Times of `left` loads are to be measured, this one among them."""
         exact = find_best(speeds, load, ("exact",))
         gamma = self.gamma if exact is None else int(exact["gamma"])
         outcome = LoadOutcome(load, None, gamma, speeds, self.gamma)
@@ -355,8 +350,7 @@ class Tuning:
     def _find_speeds(self) -> list[Row]:
         """Expected speeds of all rules at every γ and load (`speeds.PairSearch`), on the prompts set aside.
 
-        None if γ is given or cannot be chosen: times are not wanted, or another γ takes another start of the engine.
-        """
+        None if γ is given or cannot be chosen: times are not wanted, or another γ takes another start of the engine."""
         job, answerer = self.job, self.job.answerer
         if not job.config.times or job.config.gamma or answerer.one_gamma:
             return []

@@ -1,9 +1,6 @@
 """Does a certificate follow from its evidence? Everything that it says of the test is computed once more. No torch.
 
-Each check returns a line that says what was found in order, and raises an error of one line where something is not.
-"""
-
-from __future__ import annotations
+Each check returns a line that says what was found in order, and raises an error of one line where something is not."""
 
 import hashlib
 import json
@@ -180,8 +177,7 @@ def _plan_again(
 ) -> Pairs:
     """The pairs as `tune` orders them; `gamma` is that of all where there are no speeds.
 
-    Judged rules of a recipe without a judge cannot be looked up; none of them is its rule.
-    """
+    Judged rules of a recipe without a judge cannot be looked up; none of them is its rule."""
     known = [name for name in tested if name != "judged" or judge is not None]
     rules, speeds = list_families(sorted(known), judge), certificate["speeds"]
     if rules and not speeds:

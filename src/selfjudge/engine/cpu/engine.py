@@ -1,9 +1,6 @@
 """The CPU engine: described models through one compiled forward pass (`kernels.cpp`).
 
-The kernel is compiled once, by the machine's C++ compiler, into the cache folder. `weights.py` packs the weights.
-"""
-
-from __future__ import annotations
+The kernel is compiled once, by the machine's C++ compiler, into the cache folder. `weights.py` packs the weights."""
 
 import ctypes
 import subprocess
@@ -138,8 +135,7 @@ class CpuEngine(Engine):
     def _run_flat(self, tokens: Tensor, used: list[int], keep: int, states_in: Tensor | None = None) -> _Buffers:
         """Append the last used[b] tokens of each row, in passes of at most CHUNK; outputs are not yet by row.
 
-        They follow one another; those of the last `keep` columns have room for B · `keep`, which they may not fill.
-        """
+        They follow one another; those of the last `keep` columns have room for B · `keep`, which they may not fill."""
         batch, width = tokens.shape
         self.lengths = self.lengths or [0] * batch
         lengths = [n + c for n, c in zip(self.lengths, used, strict=True)]

@@ -1,7 +1,5 @@
 """The compiled kernel: its C structures, field by field as in `kernels.cpp`, and its compilation for this machine."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Weights as the kernel reads them: float32 in place, int8 made from it, or the blocks of a GGUF file, repacked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

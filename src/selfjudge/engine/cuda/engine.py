@@ -3,10 +3,7 @@
 Row b of the cache holds its tokens at slots 0 … length−1. Rejected tokens are overwritten, so a rewind is a subtraction
 on the device. The last slot takes padding tokens. A smaller batch lives in the first rows of the same cache, so what
 was captured for a batch size stays valid. The steps of a pass are Triton kernels (`kernels_triton.py`). Without Triton,
-or on a CPU, they are torch operations: so the tests on machines without a GPU cover this file.
-"""
-
-from __future__ import annotations
+or on a CPU, they are torch operations: so the tests on machines without a GPU cover this file."""
 
 import contextlib
 import copy

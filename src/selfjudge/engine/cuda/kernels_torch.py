@@ -1,7 +1,5 @@
 """The steps of a pass as torch operations: the contracts that `kernels_triton` keeps as well."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Self
 
 import torch
@@ -14,8 +12,7 @@ TensorPair = tuple[Tensor, Tensor]
 class Packing(NamedTuple):
     """Where the tokens of a packed pass are: N places hold the tokens of B rows one after another, then padding.
 
-    All of it is computed on the device, so that a captured pass takes any counts whose sum is at most N.
-    """
+    All of it is computed on the device, so that a captured pass takes any counts whose sum is at most N."""
 
     row: Tensor  # [N] the row of each place; padding has the last row
     column: Tensor  # [N] the column of each place in its row
@@ -71,8 +68,7 @@ class Kernels:
     """The steps of a pass as torch operations.
 
     In a packed pass, the M tokens are those of the `packing`, as rows of T = 1; the cache still has B rows.
-    A product may come as parts [S, M, N]; the step that reads it adds them up.
-    """
+    A product may come as parts [S, M, N]; the step that reads it adds them up."""
 
     def begin(
         self, tokens: Tensor, counts: Tensor | None, lengths: Tensor, slots: int, embedding: Tensor
@@ -97,8 +93,7 @@ class Kernels:
     ) -> Tensor:
         """Add the parts to x [M, H] in place; return x normalised, or x itself without a weight. x must be contiguous.
 
-        The sum of the parts is normalised first where `after` is its weight, then multiplied with `scale`.
-        """
+        The sum of the parts is normalised first where `after` is its weight, then multiplied with `scale`."""
         assert x.is_contiguous()
 
         def normed(values: Tensor, by: Tensor) -> Tensor:
@@ -119,8 +114,7 @@ class Kernels:
     def add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, apart: bool = False) -> Tensor | None:
         """Add y · weightᵀ to x in place and return None, or return the parts [S, M, N] for the next `norm` to add.
 
-        `apart` asks for the parts: that `norm` changes them first.
-        """
+        `apart` asks for the parts: that `norm` changes them first."""
         if apart:
             return self.product(y, weight, bias)
         x.addmm_(y, weight.t())
@@ -140,8 +134,7 @@ class Kernels:
     ) -> Tensor:
         """Rotate queries and keys of [S, M, (Hq+2Hk)·D], cache keys and values; return queries [B, T, Hq, D].
 
-        `rotary` is cosine and sine by position, `at` slot and position [B, T], `cache` keys and values.
-        """
+        `rotary` is cosine and sine by position, `at` slot and position [B, T], `cache` keys and values."""
         (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape
         kv, dim = keys.shape[1], keys.shape[3]

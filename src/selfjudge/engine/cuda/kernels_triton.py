@@ -6,8 +6,7 @@ next kernel. Each kernel starts while the one before it still runs (programmatic
 first and only then waits for its inputs (`gdc_wait`).
 
 Few variants are compiled: of the batch and of γ only tile sizes, each one of a few, are compile-time constants, and
-`@run_time` keeps Triton from compiling numbers that are 1 or divisible by 16, and aligned pointers, once more.
-"""
+`@run_time` keeps Triton from compiling numbers that are 1 or divisible by 16, and aligned pointers, once more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The Triton programs that `kernels_triton` launches.
 
-Each starts while the one before it still runs (EARLY): it loads its weights first, then waits for its inputs.
-"""
+Each starts while the one before it still runs (EARLY): it loads its weights first, then waits for its inputs."""
 
 from __future__ import annotations
 
@@ -261,8 +260,7 @@ def attention(
 
     PACKED rows have their own numbers of tokens and follow one another, from start_ptr[row] on.
     With SPLIT it reads one of `splits` shares of the keys, and writes the unnormalised sum, the mass and the maximum of
-    its share for `combine`.
-    """
+    its share for `combine`."""
     row = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * TOGETHER
     share = tl.program_id(2) // blocks

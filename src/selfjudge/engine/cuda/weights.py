@@ -1,7 +1,5 @@
 """Weights as the CUDA kernels read them: matrices fused, heads in the order and the width of the kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 

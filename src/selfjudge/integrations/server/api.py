@@ -3,8 +3,6 @@
 Headers, API key and size of the body are checked before every request. Every exception is answered in OpenAI's shape.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import re

@@ -1,7 +1,5 @@
 """From the body of a request to its response: token ids, a job of the scheduler, an answer whole or streamed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -34,8 +32,7 @@ COMPLETION_TOKENS = 16  # length of a text completion that names none, as at Ope
 class Encoder:
     """Encodes prompts in two threads, so that no short prompt waits behind a long one.
 
-    Each thread has a tokenizer of its own: two threads must not share one.
-    """
+    Each thread has a tokenizer of its own: two threads must not share one."""
 
     def __init__(self, pair: Pair) -> None:
         self.vocabulary = pair.target.get_output_embeddings().weight.shape[0]

@@ -1,9 +1,6 @@
 """How the server decodes where a request says nothing else, what it accepts at most, and where it listens.
 
-Imports no torch: an address that is not free is refused at once.
-"""
-
-from __future__ import annotations
+Imports no torch: an address that is not free is refused at once."""
 
 import errno
 import socket

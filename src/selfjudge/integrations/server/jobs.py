@@ -1,7 +1,5 @@
 """What the endpoints hand to the scheduler and what comes back, and the jobs of second answers."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -61,8 +59,7 @@ class ShadowJobs:
     """Makes the jobs of second answers, which the scheduler takes while the engine has little to do.
 
     Requests under the server's own rule alone are chosen. Where nothing was substituted, the answer is that of `exact`,
-    and nothing is decoded again. From the moment the certificate is refuted the server decodes exactly.
-    """
+    and nothing is decoded again. From the moment the certificate is refuted the server decodes exactly."""
 
     def __init__(self, shadow: Shadow, rules: Rules, metrics: Metrics) -> None:
         self.shadow, self.rules = shadow, rules

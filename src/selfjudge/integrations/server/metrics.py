@@ -1,7 +1,5 @@
 """Figures of a running server, in the text format that Prometheus reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

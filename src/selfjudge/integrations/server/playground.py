@@ -1,7 +1,6 @@
 """The playground: one page at `/` that shows an answer as it is decoded. It needs no other file and no other host.
 
-Our own server answers `/` itself. In front of vLLM's server the page comes from `Playground`, an ASGI middleware.
-"""
+Our own server answers `/` itself. In front of vLLM's server the page comes from `Playground`, an ASGI middleware."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Which rule a request is decoded with: the server's own, or what its `selfjudge` field says."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs the application under uvicorn: limits on connections, signals, and an end in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -27,8 +25,7 @@ class Connection(H11Protocol):
     the number of connections.
 
     Where there are too many, a new one takes the place of the one that has waited longest for a head: clients that
-    send no request keep nobody out. If all have a request under way the new one is answered with 503.
-    """
+    send no request keep nobody out. If all have a request under way the new one is answered with 503."""
 
     limits: ServerConfig
     _surplus = False
@@ -135,8 +132,7 @@ def serve(scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, 
     """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return.
 
     `notify` is called with four lines once requests are welcome: where the API is, where the playground, what rule
-    decides, and that the server is ready.
-    """
+    decides, and that the server is ready."""
     try:
         asyncio.run(run(scheduler, recipe, listener, notify))
     finally:

@@ -4,10 +4,7 @@ Requests with the same choice of rule share a batch and enter it as places becom
 take turns, one pass or one chunk of a prompt each. The queue is first in, first out: a request that must wait holds
 back those after it. Where clients have different keys each key has a queue of its own, and the key with the fewest
 answers under way is next. Second answers of a share of the requests (`shadow`) are decoded while nobody waits and at
-most half of the places are taken.
-"""
-
-from __future__ import annotations
+most half of the places are taken."""
 
 import contextlib
 import logging
@@ -234,8 +231,7 @@ class Scheduler:
     def _next(self, entering: Sequence[CompletionJob]) -> CompletionJob | None:
         """The job that enters after these: the first of the key that has the fewest answers, if there is room for it.
 
-        With several keys none may hold the last places and batches: each other key finds one of each.
-        """
+        With several keys none may hold the last places and batches: each other key finds one of each."""
         if self._running + len(entering) >= self.config.max_batch:
             return None
         under_way = [job for active in self._active.values() for job in active.jobs.values()]
@@ -346,8 +342,7 @@ def start_scheduler(
     """What the server decodes with, tried out and started; needs none of the packages for HTTP.
 
     `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is told what
-    is captured before the start.
-    """
+    is captured before the start."""
     config.check()
     monitor = watch(recipe) if config.shadow else None
     if judge is not None:

@@ -1,7 +1,6 @@
 """Bodies of requests, as OpenAI's clients send them.
 
-What would change an answer and is not supported is refused by name.
-"""
+What would change an answer and is not supported is refused by name."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 One engine has one γ and one judge; rules that need neither another γ nor another judge share it. Each of the engine's
 steps is a cycle: the tokens that it gives to a request are the accepted drafts and the target's own. Which drafts were
-accepted against the target's choice is told by their rank among the target's own log-probabilities.
-"""
+accepted against the target's choice is told by their rank among the target's own log-probabilities."""
 
 from __future__ import annotations
 

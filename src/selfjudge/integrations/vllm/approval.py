@@ -1,7 +1,6 @@
 """Which drafts the rules of requests accept, as a mask over flat rows and as a mark on their logits.
 
-Does not import vLLM.
-"""
+Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Approval:
 
         Row `at[i]` of the target's logits [m, V] predicts draft i; the row after it of the states [m, H] has read that
         draft. Never where there is no draft (−1), at special tokens, or where numbers are non-finite. Where alignment
-        accepts a draft anyway, the mask may say either.
-        """
+        accepts a draft anyway, the mask may say either."""
         if not len(drafts):  # a step of prompts alone
             return drafts >= 0
         if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
@@ -80,8 +78,7 @@ class Approval:
 
         A greedy check then finds the draft to be the most likely token; a random one finds its probability to be 1.
         Banned tokens (−inf) stay banned. The guard applies to the most likely token of these rows, too.
-        Returns flags [2, n]: which drafts were raised, and which were the most likely token before.
-        """
+        Returns flags [2, n]: which drafts were raised, and which were the most likely token before."""
         if self.fused:
             from selfjudge.integrations.vllm.approval_triton import mark
 

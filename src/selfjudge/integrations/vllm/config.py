@@ -1,7 +1,6 @@
 """Settings of our rules inside vLLM: those of the engine, those of single requests, and what is not supported.
 
-This module reads vLLM's objects; it imports neither vLLM nor torch.
-"""
+This module reads vLLM's objects; it imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class RequestRules:
     """The rule of each request; None is lossless.
 
     A request whose options cannot be read, or whose rule needs greedy decoding and has a temperature, is decoded
-    losslessly, and the log says so once.
-    """
+    losslessly, and the log says so once."""
 
     def __init__(
         self,
@@ -128,8 +126,7 @@ class RequestRules:
     def requested(self, extra_args: Mapping[str, Any] | None) -> AcceptanceRule | None:
         """`extra_args` {"selfjudge": {"off": true}}, or one or more of `rule`, `theta`, `quality` and `price`.
 
-        The inner object may also be JSON text.
-        """
+        The inner object may also be JSON text."""
         options = (extra_args or {}).get(KEY)
         if options is None:
             return self.default
@@ -204,8 +201,7 @@ def load(config: Any) -> tuple[WorkerConfig, Judge | None]:
 def target_sha256(model: str, wanted: str = "") -> str:
     """The hash by which judges know a target: from the manifest of a pulled model, else that of its weight files.
 
-    A judge that was trained with the folder of a pulled model knows the latter: where `wanted` is not the former.
-    """
+    A judge that was trained with the folder of a pulled model knows the latter: where `wanted` is not the former."""
     path = Path(model)
     manifest = path.parent / "manifest.json"
     if path.name == "target" and manifest.is_file():

@@ -68,8 +68,7 @@ class Counts:
     """Totals of one engine.
 
     `add` keeps a step, to be counted on the device together with others. `report` shows the totals to Prometheus,
-    `read` returns them.
-    """
+    `read` returns them."""
 
     def __init__(self, device: torch.device, *labels: str) -> None:
         self.total = torch.zeros(len(COUNTERS), dtype=torch.long, device=device)

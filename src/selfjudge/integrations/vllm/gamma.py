@@ -1,8 +1,7 @@
 """γ = auto in vLLM: chosen before it starts, by what steps cost in its engine and by how many drafts are accepted.
 
 The worker measures the costs when a pair is first started (`measure.py`); they decide from the next start on. A vLLM
-that can change γ with its batch gets one for each size. This module does not import vLLM.
-"""
+that can change γ with its batch gets one for each size. This module does not import vLLM."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A step verifies drafts after a request's newest token, which the step before, or the prompt, has yielded. So a state is
 that of the text before the newest token, which the next step reads. Steps without drafts are not seen: where a token
-was missed, which positions tell, the rest of the answer is verified exactly. Does not import vLLM.
-"""
+was missed, which positions tell, the rest of the answer is verified exactly. Does not import vLLM."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Two engines, one after the other: the first generates the responses, the second returns hidden states (token pooling).
 The output matrix, all that this process holds of the target, turns states into likelihoods as in `label.score`.
-Branches share their prefix with the response through vLLM's prefix cache.
-"""
+Branches share their prefix with the response through vLLM's prefix cache."""
 
 from __future__ import annotations
 

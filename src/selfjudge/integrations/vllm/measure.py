@@ -1,8 +1,7 @@
 """What steps cost in vLLM's engine: timed with its own dummy runs, once for a pair on a machine.
 
 Passes are timed by their number of tokens; a step of some rows and drafts is put together from them. Scheduling and
-sampling are not part of it.
-"""
+sampling are not part of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Whose drafts the rows of a step are, and what the rules of their requests ask of them; does not import vLLM.
 
-vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i.
-"""
+vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ def command(
     """What to run: vLLM's OpenAI-compatible server with target, draft and rule; `more` flags of vLLM go last.
 
     Target and draft are hub ids, checkpoint folders or the name of an embedded pair. An embedded pair brings its draft
-    and, where one ships, its judge. A draft may be an EAGLE-3 head in any format.
-    """
+    and, where one ships, its judge. A draft may be an EAGLE-3 head in any format."""
     gamma = default_gamma("cuda") if gamma is None else gamma
     chosen = gamma if isinstance(gamma, EngineGamma) else EngineGamma(gamma)
     if not 1 <= chosen.gamma <= MAX_GAMMA:

@@ -2,8 +2,7 @@
 
 Its rejection sampler gets the logits of all rows. A request with k drafts owns k + 1 of them, and row i predicts the
 token that row i + 1 has read. Sampling parameters are applied to a copy, by a list of logits processors: the last one
-is ours and marks approved drafts there.
-"""
+is ours and marks approved drafts there."""
 
 from __future__ import annotations
 

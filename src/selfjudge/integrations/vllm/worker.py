@@ -34,8 +34,7 @@ logger = init_logger("vllm.selfjudge")  # vLLM shows its own loggers
 class JudgeWorker(Base):
     """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings in `config.WorkerConfig`.
 
-    Whatever would keep the rules from deciding is an error at start-up: it never falls back to plain decoding.
-    """
+    Whatever would keep the rules from deciding is an error at start-up: it never falls back to plain decoding."""
 
     _adapter: Any = None
     _counts: Counts | None = None

@@ -1,10 +1,7 @@
 """Runs programs that a model wrote: with limits, without network or the user's files. See docs/tasks.md.
 
 `run` runs a program, `passes_test` tests one, `map_on_cores` does many things at once. Linux only. Where the kernel
-gives no namespaces, programs are refused unless `allow_unsafe` is set.
-"""
-
-from __future__ import annotations
+gives no namespaces, programs are refused unless `allow_unsafe` is set."""
 
 import fcntl
 import json
@@ -358,8 +355,7 @@ def passes_test(
     """Whether a program passes a test, in a process of its own; `prelude` runs before the code.
 
     A program that ends by itself before its test (`exit()`) does not pass it: the harness ends with a mark that the
-    code was not told. Expected values never enter the sandbox, except in asserts.
-    """
+    code was not told. Expected values never enter the sandbox, except in asserts."""
     mark = secrets.token_hex(16)
     stdin, given = (test.given, "") if test.kind == "stdin" else ("", test.given)
     job = {"kind": test.kind, "code": code, "prelude": prelude, "function": test.function, "mark": mark}
