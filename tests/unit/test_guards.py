@@ -51,6 +51,7 @@ def exact_part(written: str) -> str:
         ("Use `x`, then ``y``.\nDone", ""),
         ("So:\n```python\nx = 1\n```\nThen `y`", "python\nx = 1\n```\n"),
         ("- ```\n  a ``` b\n  ```\nb", "\n  a ``` b\n  ```\n"),  # a fence closes at the start of a line
+        ("Run ```ls```.\n```py\nx\n```\nb", "ls```.\n```py\nx\n```\n"),  # within a fence no other one opens
         ("| a | b |\n|---|\nend", " a | b |\n---|\n"),
         ('{"a": 1}\nSo', '"a": 1}\nS'),  # what follows JSON is known to be prose after its first character
         ('{\n  "a": [\n    -1\n  ]\n}\n\nSo', '\n  "a": [\n    -1\n  ]\n}\n\n'),

@@ -92,7 +92,6 @@ class Calibration:
         return self.shares()[np.searchsorted(self.EDGES, q)]
 
 
-OWN_TOKENS = 16.0  # after so many tokens a row's own counts weigh as much as those of all rows
 _FIRST_TOKENS = 2.0  # weight of the guess below, in tokens
 _GUESS = _FIRST_TOKENS * np.concatenate([
     [1.0, Acceptance.FIRST, 1.0],

@@ -26,11 +26,14 @@ else:
 
 STRICT_START, STRICT_CODE = 16, True  # the guards of relaxed rules where nobody names others
 
-(LINE, TEXT, TICK, TICKS, CODE_LINE, CODE, CODE_TICK, CODE_TICKS, REST, BRACKET, JSON, JSON_LINE, ALWAYS) = range(13)
-"""States: at the start of a line, and within; one and two backticks; the same four inside a fence; the rest of a line
-that is a table's, a tag's or a closing fence's; after `[`; in JSON, and at the start of its lines; all of an answer."""
-STATES = 13
-EXACT_STATES = (CODE_LINE, CODE, CODE_TICK, CODE_TICKS, REST, JSON, JSON_LINE, ALWAYS)
+STATES = 14
+(LINE, TEXT, TICK, TICKS, CODE_LINE, CODE, CODE_TICK, CODE_TICKS, CLOSE, REST, BRACKET, JSON, JSON_LINE, ALWAYS) = (
+    range(STATES)
+)
+"""States: at the start of a line, and within; one and two backticks; the same four inside a fence; after three there,
+which close it if nothing but white space follows; the rest of a line that is a table's or a tag's; after `[`; in JSON,
+and at the start of its lines; all of an answer."""
+EXACT_STATES = (CODE_LINE, CODE, CODE_TICK, CODE_TICKS, CLOSE, REST, JSON, JSON_LINE, ALWAYS)
 _CLASSES = ("\n", " \t\r", "`", "|<", "{", "[", '}]",-0123456789')  # kinds of characters; the last kind is all others
 _NEWLINE, _SPACE, _TICK, _BAR, _BRACE, _SQUARE, _DATA, _OTHER = range(8)
 _PIECES = str.maketrans("ĠĊĉč▁", " \n\t\r ")  # how byte-level and sentencepiece vocabularies write white space
@@ -64,11 +67,11 @@ def _step(state: int, kind: int) -> int:
         lines = {JSON: JSON_LINE, BRACKET: JSON_LINE}
         return CODE_LINE if CODE_LINE <= state <= CODE_TICKS else lines.get(state, LINE)
     if kind == _TICK and state not in (CODE, REST, JSON):
-        ticks = {TICK: TICKS, TICKS: CODE, CODE_LINE: CODE_TICK, CODE_TICK: CODE_TICKS, CODE_TICKS: REST}
+        ticks = {TICK: TICKS, TICKS: CODE, CODE_LINE: CODE_TICK, CODE_TICK: CODE_TICKS, CODE_TICKS: CLOSE, CLOSE: CLOSE}
         return ticks.get(state, TICK)
-    if kind == _SPACE and state in (LINE, CODE_LINE, JSON_LINE):
+    if kind == _SPACE and state in (LINE, CODE_LINE, CLOSE, JSON_LINE):
         return state
-    if CODE_LINE <= state <= CODE_TICKS:
+    if CODE_LINE <= state <= CLOSE:
         return CODE
     if state == BRACKET:
         return JSON if kind in (_BRACE, _SQUARE, _DATA) else TEXT

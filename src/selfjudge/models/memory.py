@@ -1,4 +1,4 @@
-"""What a model needs of memory: the one estimate of loading, admission, `doctor` and docs/memory.md.
+"""What a model needs of memory, for loading, `doctor` and docs/memory.md; admission takes its bytes of a token.
 
 It reads a config and the headers of files, never a weight."""
 

@@ -402,7 +402,7 @@ class TuneJob:
         return {
             "tasks": config.evaluation.tasks,
             "prompts_sha256": hash_prompts([prompt for group in (*self.aside, *self.groups) for prompt in group]),
-            **{name: getattr(config, name) for name in ("epsilon", "delta", "similar", "gamma", "times")},
+            **{name: getattr(config, name) for name in ("epsilon", "delta", "similar", "gamma", "times", *STRICT)},
             "load": self.loads,
             "minutes": None if math.isinf(self.minutes) else self.minutes,
             "groups": pack([len(group) for group in (*self.aside, *self.groups)]),
