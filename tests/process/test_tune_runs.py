@@ -52,7 +52,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(scored: Path) -> TuneConfig:
     return TuneConfig(
         prompts=scored,
@@ -67,17 +67,7 @@ def config(scored: Path) -> TuneConfig:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_pair: Pair, scored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = TuneConfig(
-        prompts=scored,
-        epsilon=0.3,
-        families=("margin", "topk"),
-        gamma=3,
-        max_new_tokens=8,
-        batch=5,
-        times=False,
-        strict_start=0,
-    )
+def undisturbed(tiny_pair: Pair, config: TuneConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tune_pair(tiny_pair, tmp_path_factory.mktemp("tune") / "tuned", config).folder
 
 
