@@ -281,13 +281,16 @@ def test_minus_infinity_is_a_ban_and_not_an_error() -> None:
 def test_warp_agrees_with_transformers() -> None:
     torch.manual_seed(0)
     logits = torch.randn(50, 37) * 2
-    for temperature, top_k, top_p in [(0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.6, 9, 0.6), (1.0, 0, 1e-6)]:
+    cases = [(0.7, 0, 1.0, 0.0), (1.3, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (0.6, 9, 0.6, 0.0), (1.0, 0, 1e-6, 0.0)]
+    for temperature, top_k, top_p, min_p in [*cases, (0.8, 0, 1.0, 0.1), (1.2, 9, 0.9, 0.3), (1.0, 0, 1.0, 1.0)]:
         expected = logits / temperature
         if top_k:
             expected = hf.TopKLogitsWarper(top_k)(None, expected)
         if top_p < 1:
             expected = hf.TopPLogitsWarper(top_p)(None, expected)
-        assert torch.equal(Sampling(temperature, top_p, top_k).warp(logits), expected)
+        if min_p:
+            expected = hf.MinPLogitsWarper(min_p)(None, expected)
+        assert torch.equal(Sampling(temperature, top_p, top_k, min_p).warp(logits), expected)
 
 
 def test_sample_never_picks_a_token_of_probability_zero() -> None:
@@ -341,6 +344,14 @@ def test_a_request_completed_by_the_own_one_of_a_server() -> None:
     assert RuleRequest("judged:confirm=1").inherit(judged) == RuleRequest("judged:confirm=1", quality=0.9)
     assert RuleRequest("judged:0.3").inherit(judged) == RuleRequest("judged:0.3")
     assert RuleRequest(theta=0.3).inherit(RuleRequest("exact")).text == "judged"
+    named = RuleRequest("judged:theta=q0.9,confirm=1,strict_start=16,strict_code=True", gamma=5)  # as recipes write it
+    looser = RuleRequest(strict_start=0, strict_code=False).inherit(named)
+    assert str(looser) == "judged:theta=q0.9,confirm=1,strict_start=0,strict_code=False"
+    assert str(RuleRequest(strict_start=2).inherit(named)) == (
+        "judged:theta=q0.9,confirm=1,strict_code=True,strict_start=2"
+    )
+    assert str(RuleRequest(theta=0.3).inherit(named)) == ("judged:confirm=1,strict_start=16,strict_code=True,theta=0.3")
+    assert RuleRequest().inherit(named) == named
     with pytest.raises(SelfJudgeError, match="does not use a judge"):
         RuleRequest(theta=0.3).inherit(margin)
 
@@ -348,6 +359,6 @@ def test_a_request_completed_by_the_own_one_of_a_server() -> None:
 def test_greedy_rules_take_no_temperature() -> None:
     with pytest.raises(SelfJudgeError, match="greedy"):
         RuleRequest("exact").resolve(sampling=Sampling(0.7))
-    for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"temperature": math.nan}):
+    for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.5}, {"temperature": math.nan}):
         with pytest.raises(SelfJudgeError):
             Sampling(**wrong)

@@ -215,6 +215,7 @@ class DecodeOptions:
     temperature: float | None = setting(None, "Sample at this temperature (rules sampling, judged).", above=0)
     top_p: float = setting(1.0, "Nucleus filter, applied to both models.", above=0, maximum=1)
     top_k: int = setting(0, "Keep the k most likely tokens of both models; 0 is off.", minimum=0)
+    min_p: float = setting(0.0, "Drop tokens below this share of the best one's probability.", minimum=0, maximum=1)
     stop: tuple[str, ...] = setting((), "Stop string; may be given several times.")
     seed: int | None = setting(None, "Seed of the random numbers when sampling, for the same answer again.")
     raw: bool = setting(False, "Use the prompt as it is, without chat template.")
@@ -225,9 +226,9 @@ class DecodeOptions:
         """Temperature and filters, where one of them is given."""
         from selfjudge.decoding.sampling import Sampling
 
-        if self.temperature is None and self.top_p == 1.0 and not self.top_k:
+        if self.temperature is None and self.top_p == 1.0 and not self.top_k and not self.min_p:
             return None
-        return Sampling(1.0 if self.temperature is None else self.temperature, self.top_p, self.top_k)
+        return Sampling(1.0 if self.temperature is None else self.temperature, self.top_p, self.top_k, self.min_p)
 
 
 @dataclass(frozen=True)

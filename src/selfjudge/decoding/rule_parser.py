@@ -4,7 +4,7 @@ Reading and checking a request imports no torch. A new rule is one class in `rul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
@@ -165,11 +165,18 @@ class RuleRequest:
             return self
         return replace(self, rule="sampling" if sampling is not None and self.text == "exact" else self.text)
 
+    def _without(self, names: Collection[str]) -> RuleRequest:
+        """The same request, whose rule's text does not name these options; θ and price replace each other."""
+        names = {*names, *(("theta", "price") if {"theta", "price"} & set(names) else ())}
+        kept = {name: value for name, value in self.options.items() if name not in names}
+        return self if len(kept) == len(self.options) else replace(self, rule=with_options(self.kind.name, **kept))
+
     def inherit(self, own: RuleRequest) -> RuleRequest:
         """Complete the request with a server's `own`, which replaces it where it is open.
 
         θ, quality or price without a rule apply to the own rule, or to judged if that is lossless. A judged rule
-        without them takes the own θ or quality, never the own price."""
+        without them takes the own θ or quality, never the own price. Options in the own text are replaced, too."""
+        own = own._without({*self._given, *(name for name in STRICT if getattr(self, name) is not None)})
         names = ("gamma", *(name for name in STRICT if name not in self.options))
         mine = {name: getattr(own if getattr(self, name) is None else self, name) for name in names}
         if self.is_open:

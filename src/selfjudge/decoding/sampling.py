@@ -19,11 +19,12 @@ else:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p, as in transformers; applied to target and draft alike."""
+    """Temperature, then top-k, top-p and min-p, as in transformers; applied to target and draft alike."""
 
     temperature: float = setting(1.0, "Softmax temperature", minimum=0.01)
     top_p: float = setting(1.0, "Nucleus filter", above=0, maximum=1)
     top_k: int = setting(0, "Most likely tokens that are kept; 0 is off", minimum=0, maximum=(1 << 31) - 1)
+    min_p: float = setting(0.0, "Least share of the best token's probability; 0 is off", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -39,6 +40,9 @@ class Sampling:
             cut = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
             cut[..., -1] = False  # the most likely token always stays
             logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
+        if self.min_p:
+            least = logits.amax(-1, keepdim=True) + math.log(self.min_p)
+            logits = logits.masked_fill(logits < least, -math.inf)
         return logits
 
 
