@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models import load as loading
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
+from selfjudge.types import Generation
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -40,6 +42,31 @@ def byte_pair(byte_tokenizer: PreTrainedTokenizerFast) -> Pair:
     size = len(ALPHABET) + 1
     target, draft = tiny_model(seed=4, vocab_size=size), tiny_model(seed=5, vocab_size=size)
     return Pair("bytes", Target(target, "t"), Draft(draft, "d"), byte_tokenizer)
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_answers_of_a_batch_end_at_token_ids_of_their_own_or_ignore_the_end_token(
+    byte_pair: Pair, gamma: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(prompt: list[int], **options: Any) -> Generation:
+        batch = Batch(byte_pair, gamma=gamma, length=80)
+        others = [batch.add([3, 4], max_new_tokens=9), batch.add(prompt, max_new_tokens=40, **options)]
+        while len(batch):
+            batch.step()
+        return others[1].generation()
+
+    whole = answer([5, 6])
+    assert len(whole.tokens) == 40
+    last = next(i for i in range(12, 40) if whole.tokens[i] not in whole.tokens[:i])
+    stopped = answer([5, 6], stop_ids=[whole.tokens[last], 0], streamed=False)
+    assert stopped.tokens == whole.tokens[: last + 1]
+    assert stopped.text == byte_pair.tokenizer.decode(whole.tokens[:last])  # the token that ends it is not shown
+    assert stopped.finish == "stop"
+    monkeypatch.setattr(Pair, "eos_ids", frozenset({whole.tokens[last]}))
+    assert answer([5, 6]).finish == "eos"
+    assert answer([5, 6]).tokens == stopped.tokens
+    assert answer([5, 6], ignore_eos=True).tokens == whole.tokens
+    assert answer([5, 6], ignore_eos=True, stop_ids=[whole.tokens[last]]).tokens == stopped.tokens
 
 
 def test_detokenizer_waits_for_whole_characters(byte_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -27,6 +27,7 @@ class Request(NamedTuple):
     seed: int = 0  # seed of the row's random numbers, under sampling rules
     structured: bool = False
     """Whether the prompt asks for code or another structure: rules with that guard verify the whole answer exactly."""
+    ignore_eos: bool = False  # whether the answer goes on after an end token
 
 
 @dataclass
@@ -55,15 +56,15 @@ class BatchRows:
     gamma: NDArray[np.int64]  # γ of each row where it stays the same for the whole answer, else −1
     counts: NDArray[np.float64]  # as in `RowBlocks`
     run: NDArray[np.int64]  # as in `RowBlocks`
+    endless: NDArray[np.bool_]  # whether end tokens are ignored
 
     @classmethod
     def new(cls, numbers: Sequence[int], limits: Sequence[int], gamma: int = -1) -> BatchRows:
         """Rows with these numbers and token limits; idle ones are finished from the start."""
         index = np.array(numbers, np.int64)
         counts = np.zeros((len(index), BLOCK_COUNTS))
-        return cls(
-            index, np.array(limits, np.int64), index < 0, np.full_like(index, gamma), counts, np.zeros_like(index)
-        )
+        limited, chosen, none = np.array(limits, np.int64), np.full_like(index, gamma), np.zeros_like(index)
+        return cls(index, limited, index < 0, chosen, counts, none, none.astype(np.bool_))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -87,7 +88,7 @@ class BatchRows:
 
     @property
     def _columns(self) -> tuple[NDArray[Any], ...]:
-        return self.index, self.left, self.finished, self.gamma, self.counts, self.run
+        return self.index, self.left, self.finished, self.gamma, self.counts, self.run, self.endless
 
     @property
     def blocks(self) -> RowBlocks:
@@ -105,7 +106,8 @@ class BatchRows:
         if not outcome.drafts.shape[1]:  # one token a row, all rows at once
             column = outcome.next_token[active]
             self.left[active] -= 1
-            ended = np.where(np.isin(column, list(eos_ids)), 1, np.where(self.left[active] == 0, 2, 0))
+            at_end = np.isin(column, list(eos_ids)) & ~self.endless[active]
+            ended = np.where(at_end, 1, np.where(self.left[active] == 0, 2, 0))
             self.finished[active] = ended > 0
             return TokenColumn(self.index[active], column, ended, self.gamma[active])
         bits = np.zeros_like(outcome.accepted) if outcome.guarded is None else outcome.guarded
@@ -125,6 +127,7 @@ class BatchRows:
     def _cut(self, row: int, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:
         """The tokens that a row may still emit, and why it ends with them; None if it does not end."""
         finish: Finish | None = None
+        eos_ids = () if self.endless[row] else eos_ids
         for j, token in enumerate(tokens):
             if token in eos_ids or j + 1 == self.left[row]:
                 finish = "eos" if token in eos_ids else "length"

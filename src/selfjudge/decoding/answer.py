@@ -1,7 +1,7 @@
 """An answer while it is decoded: tokens become text, stop strings cut it, judged tokens are recorded."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,8 @@ class Answer:
     stop: Sequence[str]
     prompt_tokens: int
     streamed: bool = True
-    """Whether text is wanted token by token; a whole answer without stop strings is decoded once, at its end."""
+    """Whether text is wanted token by token; a whole answer that nothing stops is decoded once, at its end."""
+    stop_ids: Collection[int] = ()  # token ids that end the answer, without text of their own
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     judged_tokens: list[JudgedToken] = field(default_factory=list)
@@ -84,7 +85,10 @@ class Answer:
         """Add a token and return the text that can now be shown; sets `finish` at the end or at a stop string."""
         self.tokens.append(token)
         self.origins.append(origin)
-        self.text += self._detokenizer.add(token)
+        if token in self.stop_ids:
+            finish = "stop"
+        else:
+            self.text += self._detokenizer.add(token)
         if finish is not None:
             self.text += self._detokenizer.rest()
         starts = (self.text.find(s, max(0, self.shown - len(s))) for s in self.stop)

@@ -316,6 +316,7 @@ class _LiveBatch:
             self._begin_cycle(CycleSize(self.cycle.gamma), torch.cat([last, first]), torch.cat([before, state]))
         limits, gamma = [request.max_new_tokens for request in group.requests], -1 if self.controller else self.gamma
         arrived = BatchRows.new(group.numbers, limits, gamma)
+        arrived.endless[:] = [request.ignore_eos for request in group.requests]
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
         self.changed = True

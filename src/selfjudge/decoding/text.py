@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,10 +183,14 @@ class Batch:
         stop: Sequence[str] = (),
         seed: int = 0,
         streamed: bool = True,
+        stop_ids: Collection[int] = (),
+        ignore_eos: bool = False,
     ) -> Answer:
-        """Answer a prompt of token ids from the next step on."""
-        answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed)
-        self._queue.put(self._decoding.examine(Request(prompt, max_new_tokens, row_seed(seed, 0))))
+        """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token of the model."""
+        streamed = streamed or bool(stop or stop_ids)
+        answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids)
+        request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos)
+        self._queue.put(self._decoding.examine(request))
         self._answers[self._next] = answer
         self._next += 1
         return answer
