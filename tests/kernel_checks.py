@@ -118,9 +118,9 @@ def check_approval(
     rows = DraftRows.of(counts, n)
     at = torch.arange(n, device=device) + rows.owner
     m = n + len(counts)
-    hidden, logits = torch.randn(m, HIDDEN, device=device), torch.randn(m, VOCAB + 24, device=device) * 4
-    hidden, logits = hidden.to(dtype), logits.to(dtype)[:, :VOCAB]
-    drafts = torch.randint(VOCAB, (n,), device=device, dtype=torch.int32)
+    hidden, logits = torch.randn(m, HIDDEN), torch.randn(m, VOCAB + 24) * 4  # the same numbers on every device
+    hidden, logits = hidden.to(device, dtype), logits.to(device, dtype)[:, :VOCAB]
+    drafts = torch.randint(VOCAB, (n,), dtype=torch.int32).to(device)
     drafts[::3] = logits[at[::3]].argmax(-1).int()
     drafts[1], drafts[4] = -1, SPECIAL[1]
     hidden[at[5] + 1, 3], hidden[at[6] + 1, 2], logits[at[7], 9] = torch.nan, torch.inf, torch.nan

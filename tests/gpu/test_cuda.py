@@ -303,7 +303,8 @@ def test_a_long_prompt_is_read_in_chunks_between_recorded_cycles(rule: Acceptanc
     target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
     requests = [Request(p, 6, seed) for seed, p in enumerate(prompts_of([70, 4, 66, 3]))]
     alone = [
-        run(target, draft, [p], rule, gamma=3, max_new_tokens=limit, seeds=[seed])[0] for p, limit, seed in requests
+        run(target, draft, [r.prompt], rule, gamma=3, max_new_tokens=r.max_new_tokens, seeds=[r.seed])[0]
+        for r in requests
     ]
     engines = BatchEngines(make_engine(target), make_draft(draft, target))
     engines.target.chunk = 4  # times four while nobody else is there
