@@ -13,7 +13,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import hash_tokenizer
 from selfjudge.tune.certify import Claim, describe_evidence, share_delta
-from selfjudge.tune.config import list_families
+from selfjudge.tune.families import list_families
 from selfjudge.tune.recipe import make_recipe, seal_recipe
 from selfjudge.tune.verify import describe_overlap, pack, summarise
 

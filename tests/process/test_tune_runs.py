@@ -358,12 +358,16 @@ def test_progress_is_the_share_of_the_time_where_that_is_larger() -> None:
     """So the time that is said to be left is never longer than the limit."""
     said: list[float] = []
     for minutes in (3.0, float("inf"), 0.5):
+        begun = time.monotonic() - 90
         run: Any = SimpleNamespace(
-            begun=time.monotonic() - 90,
-            job=SimpleNamespace(minutes=minutes),
+            begun=begun,
+            deadline=begun + 60 * minutes,
+            tested_until=0.0,
+            job=SimpleNamespace(prompts=[None] * 4),
             notify=lambda _, share: said.append(share),
+            _decode_next=lambda trial, until: False,
         )
-        Tuning._report(run, "margin:1", 0.01)
+        Tuning._test(run, SimpleNamespace(rule="margin:1", gamma=3, differences=[], stopped=False), 1, 100)
     assert 0.5 <= said[0] <= 1
     assert said[1:] == [0.01, 1.0]
 
@@ -502,7 +506,7 @@ def test_what_does_not_hold_is_neither_signed_nor_returned(
 ) -> None:
     signed: list[Path] = []
     monkeypatch.setattr("selfjudge.tune.pipeline.sign", lambda folder, *_: signed.append(folder))
-    monkeypatch.setattr("selfjudge.tune.config.read_private_key", lambda file: None)
+    monkeypatch.setattr("selfjudge.tune.config.read_key", lambda file, kind: None)
     copied = Path(shutil.copytree(undisturbed, tmp_path / "finished"))
     tune_pair(tiny_pair, copied, replace(config, sign=tmp_path / "key"))
     assert signed == [copied]

@@ -39,7 +39,8 @@ from selfjudge.tune.calibration import (
     refuse_learnt,
     remark,
 )
-from selfjudge.tune.config import FAMILIES, TuneConfig, list_families, split_by_gamma
+from selfjudge.tune.config import TuneConfig
+from selfjudge.tune.families import FAMILIES, list_families, split_by_gamma
 from selfjudge.tune.recipe import Recipe
 
 JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95, 0.6), (0.98, 1.0)))

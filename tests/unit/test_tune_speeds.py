@@ -17,8 +17,7 @@ from selfjudge.evaluate.config import RuleRun, plan_runs
 from selfjudge.evaluate.execute import Answerer
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.certify import Claim, decide
-from selfjudge.tune.config import list_families
-from selfjudge.tune.pairs import find_best, plan_pairs
+from selfjudge.tune.families import find_best, list_families, plan_pairs
 from selfjudge.tune.speeds import Clock, Comparison, PairSearch, count_cycle_tokens, estimate_cycle_tokens
 from selfjudge.tune.trials import LoadOutcome, RuleTrial, Tuning
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,20 +22,9 @@ from selfjudge.judge.config import KEY_DIGITS, JudgeConfig, prompt_key, read_tra
 from selfjudge.report.formats import Sentences
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune import certify
-from selfjudge.tune.config import (
-    CPU_BATCH,
-    CUDA_BATCH,
-    FAMILIES,
-    FILE_TOKENS,
-    LOADS,
-    Families,
-    RefusedRule,
-    TuneConfig,
-    list_families,
-    split_by_gamma,
-)
+from selfjudge.tune.config import BATCHES, CPU_MINUTES, FILE_TOKENS, LOADS, TuneConfig
+from selfjudge.tune.families import FAMILIES, Families, RefusedRule, list_families, split_by_gamma
 from selfjudge.tune.groups import SHINGLE, Groups, key_prompt, normalise
-from selfjudge.tune.ledger import find_earlier
 from selfjudge.tune.verify import pack
 from selfjudge.types import Warn
 
@@ -43,7 +33,6 @@ if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
     from selfjudge.models.pair import Pair
 
-CPU_MINUTES = 12.0  # time limit on a CPU, if none is given
 JUDGE_NAME = "judge"
 remark = Sentences("remarks.txt", "selfjudge.tune")
 WORDS = {
@@ -121,15 +110,10 @@ def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[lis
 
 def _leave_out_systems(prompts: Sequence[Prompt]) -> list[str]:
     """The normalised texts of prompts without system messages that several of them have."""
-    messages = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    count = Counter(m["content"] for prompt in messages for m in prompt if m["role"] == "system")
-
-    def leave_out(prompt: Prompt) -> Prompt:
-        if isinstance(prompt, str):
-            return prompt
-        return [m for m in prompt if m["role"] != "system" or count[m["content"]] == 1]
-
-    return [normalise(join_messages(leave_out(prompt))) for prompt in prompts]
+    chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+    count = Counter(m["content"] for chat in chats for m in chat if m["role"] == "system")
+    kept = ([m for m in chat if m["role"] != "system" or count[m["content"]] == 1] for chat in chats)
+    return [normalise(join_messages(chat)) for chat in kept]
 
 
 def limit_prompts(groups: Sequence[list[CalibrationPrompt]], limit: int | None) -> list[list[CalibrationPrompt]]:
@@ -153,12 +137,19 @@ def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     repeated: list[str] = []
     groups = load_calibration(config, repeated.append)
     choose_measure(config.measure, [prompt for group in groups for prompt in group])
-    smallest, largest = (config.batch or CPU_BATCH, config.batch or CUDA_BATCH) if config.times else (None, None)
+    count, share = min(len(groups), config.limit or len(groups)), certify.share_delta(config.delta, 1)
+    cpu, cuda = (config.batch or batch if config.times else None for batch in BATCHES.values())
+    with _explained(*repeated):
+        certify.check_prompt_count(count, cpu, config.epsilon, share, len(families), cuda)
+
+
+@contextmanager
+def _explained(*remarks: str) -> Iterator[None]:
+    """An error of the block says these remarks first."""
     try:
-        count, share = min(len(groups), config.limit or len(groups)), certify.share_delta(config.delta, 1)
-        certify.check_prompt_count(count, smallest, config.epsilon, share, len(families), largest_batch=largest)
+        yield
     except SelfJudgeError as error:
-        raise SelfJudgeError("; ".join([*repeated, str(error)])) from None
+        raise SelfJudgeError("; ".join([*filter(None, remarks), str(error)])) from None
 
 
 def _check_strict_code(config: TuneConfig, prompts: Sequence[CalibrationPrompt]) -> None:
@@ -247,12 +238,10 @@ def _load_judge(pair: Pair, judge: Judge | str | Path | None) -> tuple[Judge | N
     """The given judge, or the one that ships for the target; and where it came from, if that is known."""
     from selfjudge.judge.model import Judge
 
-    source = judge if isinstance(judge, str | Path) else None
-    if judge is None and pair.judge is not None:
-        source = pair.target_id
-    loaded = Judge.from_pretrained(source) if source is not None else judge
-    assert loaded is None or isinstance(loaded, Judge)
-    return loaded, source
+    source = pair.target_id if judge is None and pair.judge is not None else judge
+    if source is None or isinstance(source, Judge):
+        return source, None
+    return Judge.from_pretrained(source), source
 
 
 @dataclass(frozen=True)
@@ -268,21 +257,13 @@ class TuneJob:
     aside: list[list[CalibrationPrompt]]  # groups to choose γ with; no certificate rests on them
     measure: LossMeasure
     batch: int
-    earlier: tuple[str, ...] = ()  # dates of earlier attempts on some of these prompts
+    earlier: Sequence[str] = ()  # dates of earlier attempts on some of these prompts
 
     @classmethod
     def prepare(
-        cls,
-        pair: Pair,
-        answerer: Answerer,
-        config: TuneConfig,
-        judge: Judge | str | Path | None,
-        warn: Warn,
-        attempt: str | None = None,
+        cls, pair: Pair, answerer: Answerer, config: TuneConfig, judge: Judge | str | Path | None, warn: Warn
     ) -> TuneJob:
-        """Load prompts and judge. Refuses prompts that the judge learnt from.
-
-        `attempt` is the id of a run that is resumed."""
+        """Load prompts and the judge, or the one that ships for the target. Refuses prompts that it learnt from."""
         loaded, source = _load_judge(pair, judge)
         if loaded is None and config.families == FAMILIES:
             warn("no judge ships for this target: the family judged is left out")
@@ -295,27 +276,17 @@ class TuneJob:
                 raise SelfJudgeError("this judge names no target: a recipe needs one that was trained for its target")
             loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             refuse_learnt(pair, prompts, source, warn)
-        batch = config.batch or (CUDA_BATCH if answerer.device == "cuda" else CPU_BATCH)
+        batch = config.batch or BATCHES.get(answerer.device, BATCHES["cpu"])
         aside = certify.count_aside(len(groups), batch) if config.times else 0
         measure = choose_measure(config.measure, prompts)
         _check_strict_code(config, prompts)
-        job = cls(pair, answerer, config, loaded, families, groups[aside:], groups[:aside], measure, batch)
-        return replace(job, earlier=tuple(find_earlier(attempt, job.target, job.keys)))
+        return cls(pair, answerer, config, loaded, families, groups[aside:], groups[:aside], measure, batch)
 
     def check_count(self) -> None:
         """Refuse an ε that so few prompts cannot certify; an earlier attempt on them is said."""
         count, batch = len(self.groups) + len(self.aside), self.batch if self.config.times else None
-        try:
-            certify.check_prompt_count(
-                count,
-                batch,
-                self.config.epsilon,
-                self.delta,
-                len(self.possible_families),
-                largest_batch=batch and (self.config.batch or CUDA_BATCH),
-            )
-        except SelfJudgeError as error:
-            raise SelfJudgeError("; ".join(filter(None, [self.describe_attempt(), str(error)]))) from None
+        with _explained(self.describe_attempt()):
+            certify.check_prompt_count(count, batch, self.config.epsilon, self.delta, len(self.possible_families))
 
     @cached_property
     def prompts(self) -> list[CalibrationPrompt]:
@@ -347,11 +318,14 @@ class TuneJob:
         return remark("attempt", self)
 
     @property
+    def loads(self) -> tuple[int, ...]:
+        """Rows at a time for which a pair is chosen."""
+        return self.config.load or LOADS.get(self.answerer.device, LOADS["cpu"])
+
+    @property
     def minutes(self) -> float:
         """The most that the run may take."""
-        if self.config.minutes is not None:
-            return self.config.minutes
-        return CPU_MINUTES if self.answerer.device == "cpu" else math.inf
+        return self.config.minutes or (CPU_MINUTES if self.answerer.device == "cpu" else math.inf)
 
     @property
     def max_new_tokens(self) -> int:
@@ -372,11 +346,6 @@ class TuneJob:
     def possible_families(self) -> Families:
         """The families that share δ, as far as that is known before γ is chosen."""
         return self.families if self.config.gamma is None else self.split_by_gamma(self.config.gamma)[0]
-
-    @property
-    def loads(self) -> tuple[int, ...]:
-        """Rows at a time for which a pair is chosen."""
-        return self.config.load or LOADS.get(self.answerer.device, LOADS["cpu"])
 
     def claim(self, families: Collection[str]) -> certify.Claim:
         """The claim of every rule. Families have equal shares of the attempt's δ, so all certificates together are
@@ -411,7 +380,7 @@ class TuneJob:
             "measure": self.measure.name,
             "max_new_tokens": self.max_new_tokens,
             "batch": self.batch,
-            "target": pair.target_sha256 or pair.target_id,
+            "target": self.target,
             "draft": pair.draft_sha256 or pair.draft_id,
             "tokenizer": hash_tokenizer(pair.tokenizer),
             "dtype": pair.dtype,

@@ -8,6 +8,7 @@ reaches 1/δ has a probability of at most δ. So the bet may be looked at after 
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,8 +93,7 @@ def compute_log_capital(claim: Claim, differences: ArrayLike) -> Floats:
 class Decision:
     """The state of a claim after some prompts."""
 
-    refuted_at: int | None
-    """The number of prompts after which E[D] > ε was refuted: then the claim is certified, whatever follows."""
+    refuted_at: int | None  # prompts after which E[D] > ε was refuted: the claim is certified, whatever follows
     futile: bool  # whether it is not certified and will hardly be, so that the prompts are better spent on another rule
     log_capital: Floats
 
@@ -137,44 +137,38 @@ def can_certify(claim: Claim) -> bool:
 
 def find_fewest_prompts(epsilon: float, delta: float) -> int:
     """The smallest number of prompts that can certify such a claim."""
-    low, high = 0, 1
-    while not can_certify(Claim(epsilon, delta, high)):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if can_certify(Claim(epsilon, delta, middle)) else (middle, high)
-    return high
+
+    def enough(n: int) -> bool:
+        return can_certify(Claim(epsilon, delta, n))
+
+    most = next(n for n in (2**k for k in itertools.count()) if enough(n))
+    return bisect_left(range(most), True, key=enough)
 
 
-def count_aside(prompts: int, batch: int) -> int:
-    """How many of the prompts choose γ instead of testing rules: a tenth, at most a batch."""
-    return min(batch, -(-prompts // ASIDE))
+def count_aside(prompts: int, batch: int | None) -> int:
+    """How many of the prompts choose γ instead of testing rules: a tenth, at most a batch; none if that is None."""
+    return min(batch, -(-prompts // ASIDE)) if batch else 0
 
 
 def check_prompt_count(
-    prompts: int, batch: int | None, epsilon: float, delta: float, families: int, *, largest_batch: int | None = None
+    prompts: int, batch: int | None, epsilon: float, delta: float, families: int, largest: int | None = None
 ) -> None:
-    """Refuse an ε that so few prompts cannot certify; `batch` is None if no prompts are set aside to choose γ.
+    """Refuse an ε that so few prompts cannot certify, less those set aside (see `count_aside`).
 
     If the batch is not known yet, `batch` is the smallest possible one, and the number that is asked for is enough for
-    the largest."""
-
-    def count_left(given: int, batch: int | None) -> int:
-        return given - (count_aside(given, batch) if batch else 0)
-
+    the `largest`."""
     share = delta / families
-    if can_certify(Claim(epsilon, share, count_left(prompts, batch))):
+    if can_certify(Claim(epsilon, share, prompts - count_aside(prompts, batch))):
         return
     needed = f"more than {_MANY:,} are needed"
-    if can_certify(Claim(epsilon, share, count_left(_MANY, batch))):
+    if can_certify(Claim(epsilon, share, _MANY - count_aside(_MANY, batch))):
         fewest = find_fewest_prompts(epsilon, share)
-        given = next(n for n in itertools.count(fewest) if count_left(n, largest_batch or batch) >= fewest)
+        given = next(n for n in itertools.count(fewest) if n - count_aside(n, largest or batch) >= fewest)
         needed = f"at least {given} are needed" + (f", {given - fewest} of them to choose γ" if batch else "")
     over, fewer = ("1 family", "") if families == 1 else (f"{families} families", ", fewer `families`")
     raise SelfJudgeError(
         f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at `delta` {delta:.2g}, this attempt's share, over"
-        f" {over}: {needed};"
-        f" give more prompts{fewer} or a larger `epsilon`"
+        f" {over}: {needed}; give more prompts{fewer} or a larger `epsilon`"
     )
 
 
@@ -231,8 +225,8 @@ def find_binomial_bound(hits: int, n: int, delta: float) -> float:
     k = np.arange(hits + 1)
     log_choose = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in k])
     low, high = hits / n, 1.0
-    for _ in range(60):
+    for _ in range(40):
         p = (low + high) / 2
-        terms = log_choose + k * math.log(p) + (n - k) * math.log1p(-p) if 0 < p < 1 else np.array([-np.inf])
-        low, high = (p, high) if np.exp(terms).sum() > delta else (low, p)
+        few = np.exp(log_choose + k * math.log(p) + (n - k) * math.log1p(-p)).sum()
+        low, high = (p, high) if few > delta else (low, p)
     return high

@@ -1,39 +1,23 @@
-"""The settings of `tune`, and the rules that it tries: families, each ordered from strict to loose beforehand.
+"""The settings of `tune`. Loads no torch."""
 
-All rules are guarded: at end-of-sequence and other special tokens the target alone decides. Loads no torch."""
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from selfjudge.decoding.guards import STRICT_CODE, STRICT_START
-from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
-from selfjudge.judge.config import JudgeConfig
 from selfjudge.tasks import FILE
+from selfjudge.tune.families import FAMILIES
 from selfjudge.tune.groups import SIMILAR
-from selfjudge.tune.signature import read_private_key
+from selfjudge.tune.signature import read_key
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
-_RULES: dict[str, tuple[str, ...]] = {
-    "margin": tuple(f"margin:{margin:g},guard=on" for margin in (0.1, 0.25, 0.5, 1.0, 2.0, 3.0)),  # nats
-    "priced": tuple(f"margin:price={price:g},guard=on" for price in (0.02, 0.05, 0.1, 0.2, 0.4)),  # nats a token
-    "judged": (),  # the judge's own thresholds
-    # normalised entropy of the target; drafts that must match after a mismatch: more find hardly any at usual γ
-    "fly": tuple(f"fly:{entropy:g},2,guard=on" for entropy in (0.3, 0.2, 0.1, 0.05)),
-    "topk": tuple(f"topk:{k},guard=on" for k in (2, 3, 5)),
-}
-FAMILIES = tuple(_RULES)
-_QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the judge rejects
-_THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # thresholds of a judge without a quality curve
-Families = dict[str, tuple[str, ...]]  # the rules of each family as text, from strict to loose
-RefusedRule = tuple[str, str, str]  # the family and text of a rule that does not work with the γ of a run, and why
 GAMMAS = {"cpu": (1, 2, 3, 5, 8), "cuda": (1, 2, 3, 5, 8, 12, 20, 32)}  # draft lengths to choose from, by device
 LOADS = {"cpu": (1,), "cuda": (1, 8, 64)}  # rows at a time that γ is chosen for, by device, if none are given
 MOST_LOADS = 8
 MEASURES = ("auto", "score", "same_answer", "overlap")
-CPU_BATCH, CUDA_BATCH = 8, 256  # default batch sizes by device
+BATCHES = {"cpu": 8, "cuda": 256}  # default batch sizes by device
+CPU_MINUTES = 12.0  # time limit on a CPU, if none is given
 FILE_TOKENS = 256  # maximum new tokens of an answer to a prompt of a file, as in `generate`
 FREE = ("minutes",)  # settings that may differ when a run is resumed
 
@@ -70,9 +54,9 @@ class TuneConfig:
     def check(self) -> None:
         """Refuse what cannot work, before a model is loaded."""
         check_settings(self)
-        for name in ("epsilon", "delta"):
-            if not getattr(self, name) < 1:
-                raise SelfJudgeError(f"`{name}` must be less than 1, not {getattr(self, name)}")
+        for name, value in {"epsilon": self.epsilon, "delta": self.delta}.items():
+            if not value < 1:
+                raise SelfJudgeError(f"`{name}` must be less than 1, not {value}")
         if bool(self.tasks) == (self.prompts is not None):
             raise SelfJudgeError("prompts come from `tasks` or from `prompts`: give one of the two")
         if not self.families:
@@ -82,7 +66,7 @@ class TuneConfig:
         if len(set(self.load)) < len(self.load) or len(self.load) > MOST_LOADS:
             raise SelfJudgeError(f"`load` takes up to {MOST_LOADS} different numbers, not {len(self.load)}")
         if self.sign is not None:
-            read_private_key(self.sign)
+            read_key(self.sign, "private")
         self.evaluation.check()
 
     @property
@@ -90,39 +74,3 @@ class TuneConfig:
         """The settings with which evaluation loads the same examples."""
         tasks = self.tasks if self.prompts is None else (f"{FILE}{self.prompts}",)
         return EvalConfig(tasks=tasks, data=self.data, allow_unsafe=self.allow_unsafe)
-
-
-def list_families(names: Sequence[str], judge: JudgeConfig | None) -> Families:
-    """The families of these names; `judge` is the one of the judged rules.
-
-    Without a judge, judged is left out if all families are named, and refused if it is one of several."""
-    if judge is None and tuple(names) == FAMILIES:
-        names = [name for name in names if name != "judged"]
-    return {name: _list_judged(judge) if name == "judged" else _RULES[name] for name in names}
-
-
-def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
-    """The judged rules with distinct thresholds below 1, the largest first."""
-    if judge is None:
-        raise SelfJudgeError("the family judged needs a judge: give `judge`, or leave it out of `families`")
-    thresholds = [f"q{share:g}" for share in _QUALITIES] if judge.quality_curve else [f"{t:g}" for t in _THETAS]
-    distinct = {judge.threshold(text if text[0] == "q" else float(text)): text for text in reversed(thresholds)}
-    return tuple(f"judged:{text}" for theta, text in sorted(distinct.items(), reverse=True) if theta < 1)
-
-
-def split_by_gamma(families: Families, gamma: int, judge: JudgeConfig | None) -> tuple[Families, list[RefusedRule]]:
-    """The families with those of their rules that work with this γ, and the other rules. One without any is left out.
-
-    Rules are only looked at: the judge's config stands in for the judge."""
-    kept: Families = {}
-    refused: list[RefusedRule] = []
-    for family, rules in families.items():
-        for rule in rules:
-            try:
-                RuleRequest(rule, gamma=gamma).resolve((), judge)
-                kept[family] = (*kept.get(family, ()), rule)
-            except SelfJudgeError as error:
-                refused.append((family, rule, str(error)))
-    if not kept:
-        raise SelfJudgeError(refused[-1][2])
-    return kept, refused

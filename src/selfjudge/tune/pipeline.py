@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from selfjudge.decoding.rule_parser import rule_text
-from selfjudge.evaluate.compare import bootstrap_interval, compute_overlap
+from selfjudge.evaluate.compare import bootstrap_interval
 from selfjudge.evaluate.execute import Answerer, TorchAnswerer, restore_answer
 from selfjudge.evaluate.likelihood import make_example_rows
 from selfjudge.judge.model import Judge
@@ -31,18 +31,19 @@ from selfjudge.report.certificate import certificate_markdown, certificate_page
 from selfjudge.store import RunFolder, measured_on, read_json, write_json, write_text
 from selfjudge.store.artefacts import AttemptSeal, Certificate, RecipeFile
 from selfjudge.tasks.base import join_messages
-from selfjudge.tune.calibration import WORDS, TuneJob
-from selfjudge.tune.certify import describe_evidence
+from selfjudge.tune.calibration import WORDS, LossMeasure, TuneJob
 from selfjudge.tune.config import FREE, TuneConfig
-from selfjudge.tune.ledger import note_attempt
+from selfjudge.tune.ledger import find_earlier, note_attempt
 from selfjudge.tune.monitor import describe_answer, describe_scope
 from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, Recipe, make_recipe, seal_recipe
 from selfjudge.tune.signature import SIGNATURE, sign
 from selfjudge.tune.trials import DIGITS, LoadOutcome, RuleTrial, TuneResult, Tuning
-from selfjudge.tune.verify import CERTIFICATE, describe_overlap, pack, summarise
+from selfjudge.tune.verify import CERTIFICATE, describe_bet, describe_certified, pack, summarise
 from selfjudge.types import Notify, Warn, ignore
 
 ATTEMPT = "attempt"  # the part of a folder that says which attempt of the ledger it is
+SAME = ("prompts_sha256", "similar", "max_new_tokens", "batch", "engine", "dtype", "draft_dtype")
+"""What a certificate says as the settings of its run do."""
 Flags = Callable[[Mapping[str, Any], Path], str | None]  # a recipe and its folder → the options of `vllm serve`
 
 
@@ -67,9 +68,10 @@ def tune_pair(
     folder.claim()
     remarks: list[str] = []  # not to be made about what is refused
     sealed = folder.sealed(ATTEMPT, schema=AttemptSeal) or {}
-    attempt, known = sealed.get("id"), tuple(sealed.get("earlier", ()))
-    job = TuneJob.prepare(pair, answerer or TorchAnswerer(pair), config, judge, remarks.append, attempt)
-    job = replace(job, earlier=max(known, job.earlier, key=len))  # the ledger may have been removed since
+    attempt, known = sealed.get("id"), sealed.get("earlier", [])
+    job = TuneJob.prepare(pair, answerer or TorchAnswerer(pair), config, judge, remarks.append)
+    earlier = max(known, find_earlier(attempt, job.target, job.keys), key=len)  # the ledger may have been removed since
+    job = replace(job, earlier=earlier)
     if not (folder.path / RECIPE).is_file():
         job.check_count()
     with folder.working(job.settings(), free=FREE) as then:
@@ -86,7 +88,7 @@ def tune_pair(
         if attempt is None:
             attempt = secrets.token_hex(16)
             folder.seal(ATTEMPT, [], id=attempt)
-        job = replace(job, earlier=max(known, tuple(note_attempt(attempt, job.target, job.keys)), key=len))
+        job = replace(job, earlier=max(known, note_attempt(attempt, job.target, job.keys), key=len))
         folder.seal(ATTEMPT, [], id=attempt, earlier=job.earlier)
         remarks += filter(None, [job.describe_attempt()])
         for remark in (*remarks, job.describe_outlook()):
@@ -148,17 +150,14 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
         "more_loads": rows[1:],
         "groups": pack(job.sizes),
         "attempt": 1 + len(job.earlier),
-        "earlier_attempts": list(job.earlier),
+        "earlier_attempts": job.earlier,
         "families": list(result.families),
         "candidates": [_describe_trial(trial, result) for trial in result.trials],
         "speeds": list(result.speeds),
         "target_sha256": pair.target_sha256,
         "draft_sha256": pair.draft_sha256,
         "tokenizer_sha256": hash_tokenizer(pair.tokenizer),
-        **{
-            name: settings[name]
-            for name in ("prompts_sha256", "similar", "max_new_tokens", "batch", "engine", "dtype", "draft_dtype")
-        },
+        **{name: settings[name] for name in SAME},
         **measured_on(),
         "stopped": any(trial.stopped for trial in result.trials)
         or any(o.best is not None and len(o.best.observations) < o.best.claim.n for o in result.outcomes),
@@ -167,11 +166,19 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
 
 def _describe_outcome(job: TuneJob, result: TuneResult, outcome: LoadOutcome) -> dict[str, Any]:
     """What a certificate says of one load."""
-    best = outcome.best
+    best, (rate, plain) = outcome.best, outcome.baseline
+    exact = {
+        **dict.fromkeys(("rule", "resolved"), "exact"),
+        "gamma": 0 if outcome.plain_wins else outcome.exact_gamma,
+        "certified": False,
+        "n": max((len(trial.observations) for trial in result.trials), default=0),
+        **summarise([], []),
+        **dict.fromkeys(("mean_difference_ci", "evidence", "overlap", "scope")),
+    }
     return {
         "load": outcome.load,
-        **(_describe_exact_choice(result, outcome) if best is None else _describe_choice(job, best)),
-        "exact": _describe_exact(job, result, outcome),
+        **(exact if best is None else _describe_choice(job, best)),
+        "exact": {**_describe_exact(job, result), "tokens_per_second": rate, "plain_tokens_per_second": plain},
         "speed_measure": outcome.speed_measure,
         **outcome.describe_speed(best),
         "exact_gamma": outcome.exact_gamma,
@@ -180,71 +187,44 @@ def _describe_outcome(job: TuneJob, result: TuneResult, outcome: LoadOutcome) ->
     }
 
 
-def _describe_exact_choice(result: TuneResult, outcome: LoadOutcome) -> dict[str, Any]:
-    """What a certificate says if `exact` is taken."""
-    return {
-        **dict.fromkeys(("rule", "resolved"), "exact"),
-        "gamma": 0 if outcome.plain_wins else outcome.exact_gamma,
-        "certified": False,
-        "n": max((len(trial.observations) for trial in result.trials), default=0),
-        **summarise([], []),
-        **dict.fromkeys(("mean_difference_ci", "evidence", "overlap", "scope")),
-    }
-
-
 def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
-    """What a certificate says of the rule that is taken: itself with all its numbers, its figures and its bet."""
-    observed, delta = best.observations, job.config.delta
-    return {
-        "rule": best.rule,
-        "resolved": rule_text(job.plan(best.rule, best.gamma).rule),
-        "gamma": best.gamma,
-        "certified": True,
-        "n": len(observed),
-        **summarise(best.differences, best.sizes),
-        "mean_difference_ci": bootstrap_interval(-observed),
-        "evidence": describe_evidence(best.claim, observed, delta),
-        "overlap": None if job.measure.name == "overlap" else _measure_overlap(best, delta),
-        "scope": _describe_scope(job, best, delta),
-    }
+    """What a certificate says of the rule that is taken: itself with all its numbers, its figures and its bet.
 
-
-def _describe_exact(job: TuneJob, result: TuneResult, outcome: LoadOutcome) -> dict[str, Any]:
-    """How `exact` itself does: its mean score, in how many of its answers none was found where one is right, speeds."""
-    rows = max((trial.exact for trial in result.trials), key=len, default=[])
-    scores = [row["score"] for row in rows if job.measure.name == "score"]
-    asked = [row for prompt, row in zip(job.prompts, rows, strict=False) if prompt.gold is not None]
-    missed = [row for row in asked if row["answer"] is None]
-    counts = bool(asked) and job.measure.name != "overlap"
-    rate, plain = outcome.baseline
-    return {
-        "n": len(rows),
-        "score": float(np.mean(scores)) if scores else None,
-        "without_answer": len(missed) if counts else None,
-        "cut_off": sum(row["finish"] == "length" for row in missed) if counts else None,
-        "tokens_per_second": rate,
-        "plain_tokens_per_second": plain,
-    }
-
-
-def _measure_overlap(best: RuleTrial, delta: float) -> dict[str, Any]:
-    """How much of the words of `exact` is lost, whatever is certified: a server can watch it (`tune.monitor`)."""
-    rows = zip(best.exact, best.samples, strict=True)
-    lost = [
-        round(1.0 - compute_overlap(exact["text"], row["text"]), DIGITS) if row["judged"] else 0.0
-        for exact, row in rows
-    ]
-    return describe_overlap(lost, best.sizes, delta)
-
-
-def _describe_scope(job: TuneJob, best: RuleTrial, delta: float) -> dict[str, list[float]]:
-    """What the answers of the calibration prompts have in common, so that a server notices when requests change."""
+    The overlap with the words of `exact` is noted whatever is certified, as are figures that the answers to the
+    calibration prompts share: a server can watch both (`tune.monitor`)."""
+    overlap, lost = LossMeasure("overlap"), None
+    if job.measure != overlap:
+        answers = zip(job.prompts, best.exact, best.samples, strict=False)
+        lost = [round(overlap.compare(prompt, exact, row), DIGITS) for prompt, exact, row in answers]
     figures: dict[str, list[float]] = defaultdict(list)
     for prompt, row in zip(job.prompts, best.samples, strict=False):
         asked = join_messages(prompt.prompt)
         for name, value in describe_answer(asked, row["emitted"], row["cycles"], row["judged"]).items():
             figures[name].append(value)
-    return describe_scope(figures, delta)
+    return {
+        "rule": best.rule,
+        "resolved": rule_text(job.plan(best.rule, best.gamma).rule),
+        "gamma": best.gamma,
+        "certified": True,
+        **describe_certified(best.claim, best.differences, best.sizes, job.config.delta, lost),
+        "mean_difference_ci": bootstrap_interval(-best.observations),
+        "scope": describe_scope(figures, job.config.delta),
+    }
+
+
+def _describe_exact(job: TuneJob, result: TuneResult) -> dict[str, Any]:
+    """How `exact` itself does: its mean score, and in how many of its answers none was found where one is right."""
+    rows = max((trial.exact for trial in result.trials), key=len, default=[])
+    scores = [row["score"] for row in rows if job.measure.name == "score"]
+    asked = [row for prompt, row in zip(job.prompts, rows, strict=False) if prompt.gold is not None]
+    missed = [row for row in asked if row["answer"] is None]
+    counts = bool(asked) and job.measure.name != "overlap"
+    return {
+        "n": len(rows),
+        "score": float(np.mean(scores)) if scores else None,
+        "without_answer": len(missed) if counts else None,
+        "cut_off": sum(row["finish"] == "length" for row in missed) if counts else None,
+    }
 
 
 def _describe_trial(trial: RuleTrial, result: TuneResult) -> dict[str, Any]:
@@ -256,11 +236,9 @@ def _describe_trial(trial: RuleTrial, result: TuneResult) -> dict[str, Any]:
         "family": trial.family,
         "gamma": trial.gamma,
         "loads": list(trial.loads),
-        "n_used": len(trial.differences),
-        "refuted": trial.certified,
         "why": trial.why,
         "differences": pack(trial.differences),
-        **summarise(trial.differences, trial.sizes),
+        **describe_bet(trial.claim, trial.differences, trial.sizes),
         "mean_accepted_length": trial.mean_accepted_length,
         "speed_load": fastest.load if own else None,
         "tokens_per_second": None if timing is None else timing.tokens_per_second,

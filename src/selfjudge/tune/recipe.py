@@ -18,7 +18,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import read_json, sha256
 from selfjudge.store.artefacts import Certificate, RecipeFile
-from selfjudge.tune.signature import check_signature, describe_signature, find_key
+from selfjudge.tune.signature import check_signature, find_key
 from selfjudge.tune.verify import CERTIFICATE, ROW, SHARED, check_bet, check_files, check_rules, hash_recipe
 
 if TYPE_CHECKING:
@@ -70,10 +70,7 @@ class Recipe:
         judge = None if name is None else JudgeConfig.from_pretrained(self.folder / name)
         yield check_rules(self.folder, self.content, self.certificate, judge)
         yield check_bet(self.folder, self.certificate, judge)
-        if key is not None:
-            yield check_signature(self.folder, self.content["digest"], key)
-        else:
-            yield describe_signature(self.folder)
+        yield check_signature(self.folder, self.content["digest"], key)
 
     @property
     def rule(self) -> str:

@@ -20,14 +20,9 @@ def find_key() -> Path | None:
     return Path(key) if (key := os.environ.get(KEY_VARIABLE)) else None
 
 
-def read_private_key(file: Path) -> Any:
-    """The key that signs; refused if it is of another kind, or locked by a passphrase."""
-    return _read_key(file, "private")
-
-
 def sign(folder: Path, digest: str, file: Path) -> None:
     """Write the signature of a recipe's digest."""
-    key = read_private_key(file)
+    key = read_key(file, "private")
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
@@ -35,10 +30,13 @@ def sign(folder: Path, digest: str, file: Path) -> None:
     write_json(folder / SIGNATURE, {"public_key": public, "signature": signature})
 
 
-def check_signature(folder: Path, digest: str, file: Path) -> str:
-    """Who signed the recipe; refused unless it was the key in `file`."""
-    key = _read_key(file, "public")
-    if not (folder / SIGNATURE).is_file():
+def check_signature(folder: Path, digest: str, file: Path | None) -> str:
+    """Who signed the recipe; refused unless it was the public key in `file`. Without one it is not checked."""
+    signed = (folder / SIGNATURE).is_file()
+    if file is None:
+        return "signed; the signature is not checked without a public key" if signed else "no signature (optional)"
+    key = read_key(file, "public")
+    if not signed:
         raise SelfJudgeError(f"{folder} is not signed: selfjudge tune --sign signs a recipe")
     from cryptography.exceptions import InvalidSignature
 
@@ -49,13 +47,8 @@ def check_signature(folder: Path, digest: str, file: Path) -> str:
     return f"signed with {file}"
 
 
-def describe_signature(folder: Path) -> str:
-    """Whether there is a signature, if no key is at hand to check it with."""
-    signed = (folder / SIGNATURE).is_file()
-    return "signed; the signature is not checked without a public key" if signed else "no signature (optional)"
-
-
-def _read_key(file: Path, kind: str) -> Any:
+def read_key(file: Path, kind: str) -> Any:
+    """A `public` or `private` key; refused if it is of another kind, or locked by a passphrase."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization as keys
@@ -65,10 +58,10 @@ def _read_key(file: Path, kind: str) -> Any:
     try:
         raw = file.expanduser().read_bytes()
         key: Any = keys.load_ssh_public_key(raw) if kind == "public" else keys.load_ssh_private_key(raw, None)
+        if not isinstance(key, ed25519.Ed25519PublicKey if kind == "public" else ed25519.Ed25519PrivateKey):
+            raise ValueError("it is of another kind")
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise SelfJudgeError(f"{file} is not a {kind} Ed25519 key ({first_line(error)}): {_HOW}") from None
-    if not isinstance(key, ed25519.Ed25519PublicKey if kind == "public" else ed25519.Ed25519PrivateKey):
-        raise SelfJudgeError(f"{file} is not a {kind} Ed25519 key: {_HOW}")
     return key
 
 

@@ -1,6 +1,6 @@
 """Speeds: what is expected of rules at every γ, on prompts set aside, and those of certified rules against `exact`.
 
-The first choose the pairs that are tested (`pairs.py`). Expected tokens/s are tokens per cycle, counted on answers,
+The first choose the pairs that are tested (`families.py`). Expected tokens/s are tokens per cycle, counted on answers,
 over the seconds of a cycle by the table of costs. The second are timed by turns. No certificate rests on any of these
 figures."""
 
@@ -12,23 +12,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.evaluate.compare import Interval, compare_rates
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
 from selfjudge.store.load import LoadWatch
 from selfjudge.tasks import Prompt, Row
-from selfjudge.tune.config import Families
-from selfjudge.tune.pairs import find_best, is_promising
+from selfjudge.tune.families import Families, find_best, is_promising
 from selfjudge.types import Notify, Origin, ignore
 
+# Tokens of an answer that is counted or timed, by device: fewer would time prefill and what guards verify exactly.
 TIMED_TOKENS = {"cpu": 64, "cuda": 256}
-"""Tokens of an answer that is counted or timed, by device: fewer would time the prefill, and the first
-tokens, which guards verify exactly."""
 COUNTED_PROMPTS = 64  # the most prompts set aside that rules answer
 FEWEST_ROWS = 4  # prompts of a turn at least, however few are answered at a time
-FEWEST_TURNS = 4
-"""Turns of the rules that are compared. From fewer no interval is given."""
+FEWEST_TURNS = 4  # turns of the rules that are compared; from fewer no interval is given
 
 
 def count_cycle_tokens(origins: Sequence[Origin]) -> list[int]:
@@ -36,11 +32,6 @@ def count_cycle_tokens(origins: Sequence[Origin]) -> list[int]:
     target, the last one with the answer."""
     ends = [place for place, origin in enumerate(origins) if origin == "target" or place == len(origins) - 1]
     return np.diff(ends).tolist() if origins else []
-
-
-def looks_ahead(rule: AcceptanceRule) -> bool:
-    """Whether a rule decides on a draft by those after it, so that it decides otherwise in a longer block."""
-    return rule.price is not None or rule.matches_needed > 0
 
 
 def estimate_cycle_tokens(tokens: Sequence[int], gamma: int) -> float:
@@ -108,9 +99,10 @@ class PairSearch:
         return {row["load"]: row["tokens_per_second"] for row in rows}
 
     def _count_tokens(self, rule: str, gamma: int) -> float:
-        """Tokens per cycle. A rule that looks ahead decides otherwise in a longer block, so it answers at every γ that
-        is looked at. Of other rules one answer tells all."""
-        asked = gamma if looks_ahead(self.plan(rule, gamma).rule) else self.gammas[-1]
+        """Tokens per cycle. A rule that decides on a draft by those after it decides otherwise in a longer block, so it
+        answers at every γ that is looked at. Of other rules one answer tells all."""
+        planned = self.plan(rule, gamma).rule
+        asked = gamma if planned.price is not None or planned.matches_needed > 0 else self.gammas[-1]
         looser = self._tokens.get((self._looser.get(rule, ""), asked))
         if (rule, asked) not in self._tokens and looser is not None and time.monotonic() >= self.deadline:
             self._tokens[rule, asked] = looser
@@ -179,33 +171,20 @@ class Clock:
     def compare(
         self, prompts: Sequence[Prompt], rules: Sequence[tuple[str, int]], tokens: int, deadline: float
     ) -> Comparison:
-        """Time rules, of which the first is `exact`, and plain decoding: the same prompts for all in a turn, other ones
-        in the next, answers of so many tokens.
+        """Time rules, of which the first is `exact`, and plain decoding, with answers of so many tokens.
 
-        The first is also the last of each turn: the same work, whose times must agree."""
+        In a turn all answer the same prompts, in every second one backwards; none begins after the deadline. The first
+        is also the last of each turn: the same work, whose times must agree. Nothing is timed before it has warmed up:
+        on CUDA each captures its graphs."""
         first, *others = (Timing(rule, self.plan(rule, gamma)) for rule, gamma in rules)
         last = Timing(first.rule, first.run)
         if not self.answerer.one_gamma:
             others = [Timing("plain", self.plan("exact", 0)), *others]
-        load = self._take_turns([first, *others, last], prompts, tokens, deadline)
-        busy = load.describe(list(zip(first.seconds, last.seconds, strict=True)))
-        first.tokens = [sum(turn) for turn in zip(first.tokens, last.tokens, strict=True)]
-        first.seconds = [sum(turn) for turn in zip(first.seconds, last.seconds, strict=True)]
-        return Comparison({timing.rule: timing for timing in (first, *others)}, busy)
-
-    def _take_turns(
-        self, timings: Sequence[Timing], prompts: Sequence[Prompt], tokens: int, deadline: float
-    ) -> LoadWatch:
-        """Let all answer the same prompts in each turn, in every second turn backwards. None begins after the deadline.
-
-        Nothing is timed before it has warmed up: on CUDA each captures its graphs."""
-        size = max(self.load, FEWEST_ROWS)
+        timings, size, cuda = [first, *others, last], max(self.load, FEWEST_ROWS), self.answerer.device == "cuda"
         parts = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)] or [prompts]
-        cuda = self.answerer.device == "cuda"
-        if time.monotonic() >= deadline:
-            return LoadWatch()
-        for timing in timings if cuda else timings[:1]:
-            self._answer(timing, parts[0][: self.load], tokens if cuda else 8)
+        if time.monotonic() < deadline:
+            for timing in timings if cuda else timings[:1]:
+                self._answer(timing, parts[0][: self.load], tokens if cuda else 8)
         load = LoadWatch()
         for turn in range(FEWEST_TURNS):
             if time.monotonic() >= deadline:
@@ -216,17 +195,18 @@ class Clock:
                 made, seconds = self._answer(timing, parts[turn % len(parts)], tokens)
                 timing.tokens.append(made)
                 timing.seconds.append(seconds)
-        return load
+        busy = load.describe(list(zip(first.seconds, last.seconds, strict=True)))
+        first.tokens = [sum(turn) for turn in zip(first.tokens, last.tokens, strict=True)]
+        first.seconds = [sum(turn) for turn in zip(first.seconds, last.seconds, strict=True)]
+        return Comparison({timing.rule: timing for timing in (first, *others)}, busy)
 
     def _answer(self, timing: Timing, prompts: Sequence[Prompt], tokens: int) -> tuple[int, float]:
         """The tokens of the answers, `load` prompts at a time, and their seconds. Few prompts are repeated."""
         asked = [*prompts] * math.ceil(self.load / len(prompts))
-        made, spent = 0, 0.0
+        made, spent, run, most = 0, 0.0, timing.run, min(tokens, self.max_new_tokens)
         for start in range(0, len(asked) - self.load + 1, self.load):
             part = asked[start : start + self.load]
-            answers, seconds = self.answerer.answer(
-                part, timing.run.rule, timing.run.gamma, min(tokens, self.max_new_tokens), range(len(part))
-            )
+            answers, seconds = self.answerer.answer(part, run.rule, run.gamma, most, range(len(part)))
             made += sum(len(answer.tokens) for answer in answers)
             spent += seconds["total"]
         return made, spent

@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from typing import Any
 
 from selfjudge.decoding.text import row_seed
@@ -17,10 +19,10 @@ from selfjudge.tasks import Row
 from selfjudge.tune import certify
 from selfjudge.tune.calibration import CalibrationPrompt, TuneJob, remark
 from selfjudge.tune.certify import Claim, Decision, Floats
-from selfjudge.tune.config import GAMMAS, Families, RefusedRule
-from selfjudge.tune.pairs import BASELINES, Pairs, find_best, plan_pairs
+from selfjudge.tune.config import GAMMAS
+from selfjudge.tune.families import BASELINES, Pairs, find_best, plan_pairs
 from selfjudge.tune.speeds import COUNTED_PROMPTS, TIMED_TOKENS, Clock, Comparison, PairSearch
-from selfjudge.types import Generation, Notify, Warn, default_gamma
+from selfjudge.types import Notify, Warn, default_gamma
 
 DIGITS = 4  # digits of D; a certificate holds it as it was bet on
 COMPARED = 2  # certified pairs that are timed against `exact` at a load: those of the largest expected speeds
@@ -117,9 +119,12 @@ class LoadOutcome:
         return "expected_tokens_per_second" if self.speeds else "mean_accepted_length"
 
     @property
-    def plain_wins(self) -> bool:
-        """Whether plain decoding was the fastest: then no drafts are made (γ = 0)."""
-        return self.best is None and self.exact_over_plain == 1
+    def baseline(self) -> tuple[float | None, float | None]:
+        """Measured tokens/s of `exact` at its best γ and of plain decoding; None where they are not reliable."""
+        if self.timed is None:
+            return None, None
+        rates = {rule: timing.tokens_per_second for rule, timing in self.timed.timings.items()}
+        return rates.get("exact"), rates.get("plain")
 
     @property
     def exact_over_plain(self) -> float | None:
@@ -131,36 +136,29 @@ class LoadOutcome:
         return max(exact / plain, 1.0) if plain and exact else None
 
     @property
-    def baseline(self) -> tuple[float | None, float | None]:
-        """Measured tokens/s of `exact` at its best γ and of plain decoding; None where they are not reliable."""
-        if self.timed is None:
-            return None, None
-        rates = {rule: timing.tokens_per_second for rule, timing in self.timed.timings.items()}
-        return rates.get("exact"), rates.get("plain")
+    def plain_wins(self) -> bool:
+        """Whether plain decoding was the fastest: then no drafts are made (γ = 0)."""
+        return self.best is None and self.exact_over_plain == 1
 
     def compare(self, trial: RuleTrial) -> Speed | None:
-        """A rule's speed over that of `exact` or plain decoding, the faster one; measured, or else as its m tells."""
+        """A rule's speed over that of `exact` or plain decoding, the faster one.
+
+        It is measured, or else as its ratio of m over `exact`, as that was decoded, and the expected speeds tell."""
         if self.timed is not None:
             return self.timed.compare(trial.rule)
         if (ratio := trial.length_ratio) is None:
             return None
-        factor = self._weigh(trial.gamma)
+        exact = {row["gamma"]: row for row in self.speeds if (row["load"], row["rule"]) == (self.load, "exact")}
+        best, factor = find_best(self.speeds, self.load, BASELINES), 1.0
+        if best is not None and {trial.gamma, self.decoded_gamma} <= exact.keys():
+            cycles = exact[trial.gamma]["tokens_per_second"] / exact[trial.gamma]["mean_accepted_length"]
+            factor = exact[self.decoded_gamma]["mean_accepted_length"] * cycles / best["tokens_per_second"]
         return factor * ratio[0], (factor * ratio[1][0], factor * ratio[1][1])
 
-    def _weigh(self, gamma: int) -> float:
-        """What turns a ratio of m over `exact`, as it was decoded, into one of expected speeds over the best."""
-        exact = {row["gamma"]: row for row in self.speeds if (row["load"], row["rule"]) == (self.load, "exact")}
-        best = find_best(self.speeds, self.load, BASELINES)
-        if best is None or not {gamma, self.decoded_gamma} <= exact.keys():
-            return 1.0
-        cycles = exact[gamma]["tokens_per_second"] / exact[gamma]["mean_accepted_length"]
-        return float(exact[self.decoded_gamma]["mean_accepted_length"] * cycles / best["tokens_per_second"])
-
     def pays(self, trial: RuleTrial) -> bool:
-        """Whether a certified rule is surely faster, and by enough to be worth an answer that it may lose."""
+        """Whether a rule is surely faster, and by enough to be worth an answer that it may lose."""
         speed = self.compare(trial)
-        smallest = SMALLEST_GAIN[self.speed_measure]
-        return trial.certified and speed is not None and speed[1][0] > 1 and speed[0] >= 1 + smallest
+        return speed is not None and speed[1][0] > 1 and speed[0] >= 1 + SMALLEST_GAIN[self.speed_measure]
 
     def find_lower_end(self, trial: RuleTrial) -> float:
         """The lower end of a rule's speed."""
@@ -191,58 +189,49 @@ class Tuning:
     def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, warn: Warn) -> None:
         self.job, self.folder, self.notify, self.warn = job, folder, notify, warn
         self.begun = time.monotonic()
-        self.deadline = self.begun + 60 * job.minutes  # after it no batch is begun
-        self.tested_until = self.begun + 60 * job.minutes * (1 - RESERVED if job.config.times else 1)
+        seconds = 60 * job.minutes
+        self.deadline = self.begun + seconds  # after it no batch is begun
+        self.tested_until = self.begun + seconds * (1 - RESERVED if job.config.times else 1)
         self.gamma = job.config.gamma or default_gamma(job.answerer.device)
         """γ of all rules where none is chosen; of `exact`, which trials are compared with, after the choice its own."""
 
     def run(self) -> TuneResult:
-        job = self.job
+        """Choose pairs, test them, and choose for each load.
+
+        γ does not rest on prompts that test: families that it excludes leave their share of δ to the others."""
+        job, loads = self.job, self.job.loads
         speeds = self._find_speeds()
         families, refused = (job.families, []) if speeds else job.split_by_gamma(self.gamma)
-        self._warn_of_families(families, refused)
-        pairs = plan_pairs(families, speeds, job.loads, self.gamma)
-        if speeds and (best := find_best(speeds, job.loads[0], ("exact",))) is not None:
+        for name, reason in {family: why for family, _, why in refused if family not in families}.items():
+            self.warn(f"γ = {self.gamma}: rules of the family {name} are not tested ({reason})")
+        pairs = plan_pairs(families, speeds, loads, self.gamma)
+        if speeds and (best := find_best(speeds, loads[0], ("exact",))) is not None:
             self.gamma = int(best["gamma"])
         claim = job.claim(pairs)
         self._warn_if_late(speeds, claim)
         trials = self._test_families(pairs, claim)
-        left = len(job.loads)
-        outcomes = [self._choose(load, trials, speeds, left - done) for done, load in enumerate(job.loads)]
-        trials += self._list_untried(families, pairs, refused, claim)
-        return TuneResult(trials, outcomes, speeds, list(pairs))
-
-    def _list_untried(
-        self, families: Families, pairs: Pairs, refused: Sequence[RefusedRule], claim: Claim
-    ) -> list[RuleTrial]:
-        """The rules that do not work with γ, and those that are not expected to gain."""
+        outcomes = [self._choose(load, trials, speeds, len(loads) - done) for done, load in enumerate(loads)]
         planned = {pair.rule for own in pairs.values() for pair in own}
         slow = [(name, rule, SLOW) for name, rules in families.items() for rule in rules if rule not in planned]
-        return [RuleTrial(family, "", rule, self.gamma, claim, refused=why) for family, rule, why in (*refused, *slow)]
-
-    def _warn_of_families(self, families: Families, refused: Sequence[RefusedRule]) -> None:
-        """Say which families have no share of δ: γ does not rest on prompts that test, so the others may take it."""
-        for name, reason in {family: why for family, _, why in refused if family not in families}.items():
-            self.warn(f"γ = {self.gamma}: rules of the family {name} are not tested ({reason})")
+        trials += [RuleTrial(name, "", rule, self.gamma, claim, refused=why) for name, rule, why in (*refused, *slow)]
+        return TuneResult(trials, outcomes, speeds, list(pairs))
 
     def _warn_if_late(self, speeds: Sequence[Row], claim: Claim) -> None:
         """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
         left, fewest = self.tested_until - time.monotonic(), certify.find_fewest_prompts(claim.epsilon, claim.delta)
-        best = find_best(speeds, max(self.job.loads), ("exact",))
-        if best and (affordable := left * best["tokens_per_second"] / (2 * self.job.max_new_tokens)) < fewest:
-            self.warn(remark("late", self.job, affordable, fewest))
+        best, job = find_best(speeds, max(self.job.loads), ("exact",)), self.job
+        if best and (affordable := left * best["tokens_per_second"] / (2 * job.max_new_tokens)) < fewest:
+            self.warn(remark("late", job, affordable, fewest))
 
     def _test_families(self, pairs: Pairs, claim: Claim) -> list[RuleTrial]:
         """All families by turns, a pair of each: when the time is up, all have got about as far.
 
         In a family none is tried after one that is not certified."""
-        by_family = {
-            name: [
-                RuleTrial(name, f"{name}-{number}", pair.rule, pair.gamma, claim, pair.loads, self.job.sizes)
-                for number, pair in enumerate(own)
-            ]
-            for name, own in pairs.items()
-        }
+        sizes, by_family = self.job.sizes, defaultdict[str, list[RuleTrial]](list)
+        for name, own in pairs.items():
+            for number, pair in enumerate(own):
+                trial = RuleTrial(name, f"{name}-{number}", pair.rule, pair.gamma, claim, pair.loads, sizes)
+                by_family[name].append(trial)
         done, total = 0, sum(map(len, by_family.values()))
         for turn in range(max(map(len, by_family.values()), default=0)):
             for trials in by_family.values():
@@ -261,7 +250,8 @@ class Tuning:
         fitting = [trial for trial in trials if trial.certified and load in trial.loads]
         if self.job.config.times:
             chosen = sorted(fitting, key=outcome.find_lower_end, reverse=True)[:COMPARED]
-            outcome = replace(outcome, comparison=self._compare_speeds(load, gamma, chosen, speeds, left))
+            rate = None if exact is None else float(exact["tokens_per_second"])
+            outcome = replace(outcome, comparison=self._compare_speeds(load, gamma, chosen, rate, left))
         while paying := [trial for trial in fitting if outcome.pays(trial)]:
             best = max(paying, key=outcome.find_lower_end)
             if len(best.differences) == len(self.job.prompts) or time.monotonic() >= self.deadline:
@@ -272,39 +262,38 @@ class Tuning:
         return outcome
 
     def _compare_speeds(
-        self, load: int, gamma: int, chosen: Sequence[RuleTrial], speeds: Sequence[Row], left: int
+        self, load: int, gamma: int, chosen: Sequence[RuleTrial], rate: float | None, left: int
     ) -> Comparison:
         """Certified pairs against `exact` and plain decoding, by turns. Answers are as long as the time allows."""
         job, now = self.job, time.monotonic()
         self.notify("comparing speeds", 0.0)
         rules = [("exact", gamma), *((trial.rule, trial.gamma) for trial in chosen)]
         deadline = now + (self.deadline - now) / left
-        best = find_best(speeds, load, ("exact",))
         clock = Clock(job.answerer, job.plan, load, job.max_new_tokens, self.notify)
-        rate = None if best is None else float(best["tokens_per_second"])
         tokens = clock.choose_length(len(rules), rate, deadline - now)
         return clock.compare([prompt.prompt for prompt in job.prompts], rules, tokens, deadline)
 
-    def _report(self, stage: str, tested: float) -> None:
-        """The share of the rules or of the time, whichever is larger: the run ends with either."""
-        passed = (time.monotonic() - self.begun) / max(60 * self.job.minutes, 1.0)
-        self.notify(stage, max(tested, min(passed, 1.0)))
-
     def _test(self, trial: RuleTrial, done: int, total: int) -> None:
-        """Decode until the claim is certified, cannot be any more, or the time is up; `done` of `total` rules were."""
-        stage = f"{trial.rule}, γ = {trial.gamma}"
-        self._report(stage, done / total)
-        while self._decode_next(trial, self.tested_until):
-            self._report(stage, (done + len(trial.differences) / len(self.job.prompts)) / total)
+        """Decode until the claim is certified, cannot be any more, or the time is up; `done` of `total` rules were.
+
+        What is done is the share of the rules or of the time, whichever is larger: the run ends with either."""
+        prompts, seconds = len(self.job.prompts), max(self.deadline - self.begun, 1.0)
+        while True:
+            passed = min((time.monotonic() - self.begun) / seconds, 1.0)
+            tested = (done + len(trial.differences) / prompts) / total
+            self.notify(f"{trial.rule}, γ = {trial.gamma}", max(tested, passed))
+            if not self._decode_next(trial, self.tested_until):
+                break
             trial.decision = certify.decide(trial.claim, trial.observations)
             if trial.decision.certified or trial.decision.futile:
                 return
-        trial.stopped = len(trial.differences) < len(self.job.prompts)
+        trial.stopped = len(trial.differences) < prompts
 
     def _decode_next(self, trial: RuleTrial, deadline: float) -> bool:
         """Decode the trial's next batch, and `exact` on it; False if there is none, or if the time is up."""
-        job, number = self.job, math.ceil(len(trial.samples) / self.job.batch)
-        prompts = job.prompts[number * job.batch : (number + 1) * job.batch]
+        job, batch = self.job, self.job.batch
+        number = math.ceil(len(trial.samples) / batch)
+        prompts = job.prompts[number * batch : (number + 1) * batch]
         if not prompts or time.monotonic() >= deadline:
             return False
         exact = self._decode("exact", job.plan("exact", self.gamma), number, prompts)
@@ -316,55 +305,42 @@ class Tuning:
         return True
 
     def _decode(
-        self,
-        name: str,
-        run: RuleRun,
-        number: int,
-        prompts: Sequence[CalibrationPrompt],
-        exact: Sequence[Row] | None = None,
+        self, name: str, run: RuleRun, number: int, prompts: Sequence[CalibrationPrompt], exact: Sequence[Row] = ()
     ) -> list[Row]:
-        """Samples of a batch under a rule; from the folder if it has been decoded already."""
+        """Samples of a batch under a rule; from the folder if it has been decoded already.
+
+        An answer in which nothing was substituted takes the score of `exact`, if that is given."""
         job, name = self.job, f"{name}-{number:05d}"
         file = self.folder.work / f"{name}.jsonl"
         if self.folder.sealed(name, run.identity, PartSeal) is None:
-            start = number * job.batch
-            seeds = [row_seed(0, start + i) for i in range(len(prompts))]
+            seeds = [row_seed(0, number * job.batch + i) for i in range(len(prompts))]
             texts = [prompt.prompt for prompt in prompts]
             answers, seconds = job.answerer.answer(texts, run.rule, run.gamma, job.max_new_tokens, seeds)
-            write_rows(file, self._score(prompts, answers, exact))
+            same = [i for i in range(len(exact)) if "judge" not in answers[i].origins]
+            scores = {i: (exact[i]["answer"], exact[i]["scores"]) for i in same}
+            others = [i for i in range(len(prompts)) if i not in scores]
+            scored = job.measure.score([prompts[i] for i in others], [answers[i].text for i in others])
+            scores |= dict(zip(others, scored, strict=True))
+            write_rows(file, [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)])
             self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)
         return list(read_rows(file, PartSample))
-
-    def _score(
-        self, prompts: Sequence[CalibrationPrompt], answers: Sequence[Generation], exact: Sequence[Row] | None
-    ) -> list[Row]:
-        """A sample for every prompt. An answer in which nothing was substituted takes the score of `exact`."""
-        scores = {
-            i: (row["answer"], row["scores"]) for i, row in enumerate(exact or ()) if "judge" not in answers[i].origins
-        }
-        others = [i for i in range(len(prompts)) if i not in scores]
-        scored = self.job.measure.score([prompts[i] for i in others], [answers[i].text for i in others])
-        scores |= dict(zip(others, scored, strict=True))
-        return [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)]
 
     def _find_speeds(self) -> list[Row]:
         """Expected speeds of all rules at every γ and load (`speeds.PairSearch`), on the prompts set aside.
 
         None if γ is given or cannot be chosen: times are not wanted, or another γ takes another start of the engine."""
-        job, answerer = self.job, self.job.answerer
+        job, answerer, loads = self.job, self.job.answerer, self.job.loads
         if not job.config.times or job.config.gamma or answerer.one_gamma:
             return []
-        if (seal := self.folder.sealed("speed", str(job.loads), SpeedSeal)) is not None:
+        if (seal := self.folder.sealed("speed", str(loads), SpeedSeal)) is not None:
             return list(seal["speeds"])
         self.notify("measuring what a cycle costs", 0.0)
         prompts = [group[0].prompt for group in job.aside][:COUNTED_PROMPTS]
         gammas = GAMMAS.get(answerer.device, GAMMAS["cuda"])
-        costs = {
-            load: answerer.costs((prompts * math.ceil(load / len(prompts)))[:load], max(gammas)) for load in job.loads
-        }
+        costs = {load: answerer.costs(list(islice(cycle(prompts), load)), max(gammas)) for load in loads}
         tokens = min(TIMED_TOKENS.get(answerer.device, TIMED_TOKENS["cpu"]), job.max_new_tokens)
-        until = self.begun + RESERVED * 60 * job.minutes
+        until = self.begun + RESERVED * (self.deadline - self.begun)
         search = PairSearch(answerer, job.plan, prompts, gammas, costs, tokens, self.notify, until)
         speeds = search.search(job.families) if all(costs.values()) else []
-        self.folder.seal("speed", [], str(job.loads), speeds=speeds)
+        self.folder.seal("speed", [], str(loads), speeds=speeds)
         return speeds

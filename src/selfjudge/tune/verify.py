@@ -16,8 +16,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.report.certificate import list_loads
 from selfjudge.store import sha256
 from selfjudge.tune.certify import Claim, average_groups, decide, describe_evidence, find_upper_bound, share_delta
-from selfjudge.tune.config import FAMILIES, list_families, split_by_gamma
-from selfjudge.tune.pairs import Pairs, plan_pairs
+from selfjudge.tune.families import FAMILIES, Pairs, list_families, plan_pairs, split_by_gamma
 
 CERTIFICATE = "certificate.json"
 SHARED = (
@@ -86,7 +85,7 @@ def check_rules(
         raise SelfJudgeError(f"{folder}: the certificate is of another more_loads: it does not belong to the recipe")
     if len({row["load"] for row in rows}) < len(rows) or recipe["load"] != certificate["load"]:
         raise SelfJudgeError(f"{folder}: recipe and certificate are not of the same loads, each once")
-    requests = [RuleRequest(row["rule"], gamma=row["gamma"], **_read_guards(row["resolved"])) for row in rows]
+    requests = [_request(row) for row in rows]
     if any(request.needs_judge for request in requests) != bool(recipe["judge"]):
         raise SelfJudgeError(f"{folder}: the judge of the rule {recipe['rule']} is missing, or not used by it")
     for row, request in zip(rows, requests, strict=True):
@@ -97,9 +96,10 @@ def check_rules(
     return "; ".join(f"rule {row['resolved']}, γ = {row['gamma']}, load {row['load']}" for row in rows)
 
 
-def _read_guards(resolved: str) -> dict[str, Any]:
-    """The guards that a rule was certified with: those of its text with all numbers."""
-    return {name: value for name, value in RuleRequest(resolved).options.items() if name in STRICT}
+def _request(row: Mapping[str, Any]) -> RuleRequest:
+    """The rule of a load, with the guards that it was certified with: those of its text with all numbers."""
+    guards = {name: value for name, value in RuleRequest(row["resolved"]).options.items() if name in STRICT}
+    return RuleRequest(row["rule"], gamma=row["gamma"], **guards)
 
 
 def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> str:
@@ -142,9 +142,7 @@ def _check_candidate(folder: Path, row: Mapping[str, Any], claim: Claim, sizes: 
     differences = unpack(row["differences"])
     if len(differences) > sum(sizes) or any(not -1 <= d <= 1 for d in differences):
         raise SelfJudgeError(f"{folder}: the differences of {row['rule']} are not those of these prompts")
-    certified = decide(claim, average_groups(differences, sizes)).certified
-    figures = summarise(differences, sizes) | {"n_used": len(differences), "refuted": certified}
-    _compare(folder, row["rule"], row, figures)
+    _compare(folder, row["rule"], row, describe_bet(claim, differences, sizes))
     return differences
 
 
@@ -196,17 +194,12 @@ def _check_chosen(
         raise SelfJudgeError(f"{folder}: no bet certifies {certificate['rule']} at γ = {certificate['gamma']}")
     if certificate["speed_ratio"] is None or certificate["speed_ci"] is None:
         raise SelfJudgeError(f"{folder}: the certificate does not say how fast its rule is")
-    observed, delta = average_groups(differences, sizes), certificate["delta"]
-    figures = summarise(differences, sizes) | {
-        "n": len(observed),
-        "evidence": describe_evidence(claim, observed, delta),
-        "overlap": None,
-    }
+    losses = None
     if certificate["measure"] != "overlap":
         losses = unpack((certificate["overlap"] or {"losses": ""})["losses"])
         if len(losses) != len(differences) or any(not 0 <= loss <= 1 for loss in losses):
             raise SelfJudgeError(f"{folder}: the certificate does not hold the overlap of every prompt")
-        figures["overlap"] = describe_overlap(losses, sizes, delta)
+    figures = describe_certified(claim, differences, sizes, certificate["delta"], losses)
     _compare(folder, "the certificate", certificate, figures)
     return (
         f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations ({certificate['rule']}):"
@@ -227,6 +220,25 @@ def summarise(differences: Sequence[float], sizes: Sequence[int]) -> dict[str, A
         "mean_difference": float(-observed.mean()) if len(observed) else None,
         "lost": sum(d > 0 for d in differences),
         "gained": sum(d < 0 for d in differences),
+    }
+
+
+def describe_bet(claim: Claim, differences: Sequence[float], sizes: Sequence[int]) -> dict[str, Any]:
+    """What a certificate says of every rule that was tried."""
+    certified = decide(claim, average_groups(differences, sizes)).certified
+    return {"n_used": len(differences), "refuted": certified, **summarise(differences, sizes)}
+
+
+def describe_certified(
+    claim: Claim, differences: Sequence[float], sizes: Sequence[int], delta: float, losses: Sequence[float] | None
+) -> dict[str, Any]:
+    """What it says of the rule that is taken; `losses` are shares of the words of `exact`, if not certified anyway."""
+    observed = average_groups(differences, sizes)
+    return {
+        "n": len(observed),
+        **summarise(differences, sizes),
+        "evidence": describe_evidence(claim, observed, delta),
+        "overlap": None if losses is None else describe_overlap(losses, sizes, delta),
     }
 
 

@@ -1,0 +1,112 @@
+"""The rules that `tune` tries, in families from strict to loose, and which pairs of a rule and γ are tested. No torch.
+
+All rules are guarded: at end-of-sequence and other special tokens the target alone decides.
+
+A rule's speed with γ drafts and so many rows at a time is its tokens per cycle over the seconds of such a cycle. At
+each load a rule has its own best γ, and a pair is worth testing if it may beat `exact` and plain decoding at theirs.
+All this follows from the speeds that a certificate keeps, measured on prompts set aside, which test nothing: whoever
+verifies a certificate finds the same pairs."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import JudgeConfig
+
+_RULES: dict[str, tuple[str, ...]] = {
+    "margin": tuple(f"margin:{margin:g},guard=on" for margin in (0.1, 0.25, 0.5, 1.0, 2.0, 3.0)),  # nats
+    "priced": tuple(f"margin:price={price:g},guard=on" for price in (0.02, 0.05, 0.1, 0.2, 0.4)),  # nats a token
+    "judged": (),  # the judge's own thresholds
+    # normalised entropy of the target; drafts that must match after a mismatch: more find hardly any at usual γ
+    "fly": tuple(f"fly:{entropy:g},2,guard=on" for entropy in (0.3, 0.2, 0.1, 0.05)),
+    "topk": tuple(f"topk:{k},guard=on" for k in (2, 3, 5)),
+}
+FAMILIES = tuple(_RULES)
+_QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the judge rejects
+_THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # thresholds of a judge without a quality curve
+Families = dict[str, tuple[str, ...]]  # the rules of each family as text, from strict to loose
+RefusedRule = tuple[str, str, str]  # the family and text of a rule that does not work with the γ of a run, and why
+BASELINES = ("exact", "plain")
+Speeds = Sequence[dict[str, Any]]  # rows of load, rule, γ, tokens per cycle and expected tokens/s
+
+
+def list_families(names: Sequence[str], judge: JudgeConfig | None) -> Families:
+    """The families of these names; `judge` is the one of the judged rules.
+
+    Without a judge, judged is left out if all families are named, and refused if it is one of several."""
+    if judge is None and tuple(names) == FAMILIES:
+        names = [name for name in names if name != "judged"]
+    return {name: _list_judged(judge) if name == "judged" else _RULES[name] for name in names}
+
+
+def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
+    """The judged rules with distinct thresholds below 1, the largest first."""
+    if judge is None:
+        raise SelfJudgeError("the family judged needs a judge: give `judge`, or leave it out of `families`")
+    thresholds = [f"q{share:g}" for share in _QUALITIES] if judge.quality_curve else [f"{t:g}" for t in _THETAS]
+    distinct = {judge.threshold(text if text[0] == "q" else float(text)): text for text in reversed(thresholds)}
+    return tuple(f"judged:{text}" for theta, text in sorted(distinct.items(), reverse=True) if theta < 1)
+
+
+def split_by_gamma(families: Families, gamma: int, judge: JudgeConfig | None) -> tuple[Families, list[RefusedRule]]:
+    """The families with those of their rules that work with this γ, and the other rules. One without any is left out.
+
+    Rules are only looked at: the judge's config stands in for the judge."""
+    kept: Families = {}
+    refused: list[RefusedRule] = []
+    for family, rules in families.items():
+        for rule in rules:
+            try:
+                RuleRequest(rule, gamma=gamma).resolve((), judge)
+                kept[family] = (*kept.get(family, ()), rule)
+            except SelfJudgeError as error:
+                refused.append((family, rule, str(error)))
+    if not kept:
+        raise SelfJudgeError(refused[-1][2])
+    return kept, refused
+
+
+@dataclass(frozen=True)
+class RulePair:
+    """A rule at a γ, and the loads at which it is the rule's best one."""
+
+    rule: str
+    gamma: int
+    loads: tuple[int, ...]
+
+
+Pairs = dict[str, list[RulePair]]  # the pairs of each family, in the order in which they are tested
+
+
+def find_best(speeds: Speeds, load: int, rules: Collection[str]) -> dict[str, Any] | None:
+    """The fastest row of these rules at a load."""
+    rows = (row for row in speeds if row["load"] == load and row["rule"] in rules)
+    return max(rows, key=lambda row: row["tokens_per_second"], default=None)
+
+
+def is_promising(speeds: Speeds, load: int, rule: str) -> bool:
+    """Whether a rule at its best γ may be faster than `exact` and plain decoding at theirs."""
+    own, other = find_best(speeds, load, (rule,)), find_best(speeds, load, BASELINES)
+    return own is not None and (other is None or own["tokens_per_second"] > other["tokens_per_second"])
+
+
+def plan_pairs(families: Families, speeds: Speeds, loads: Sequence[int], gamma: int) -> Pairs:
+    """The pairs of each family from strict to loose: by rule, then by γ. Without speeds all rules have this `gamma`.
+
+    Families without a pair that is worth testing are left out."""
+    if not speeds:
+        return {name: [RulePair(rule, gamma, tuple(loads)) for rule in rules] for name, rules in families.items()}
+    pairs: Pairs = {}
+    for name, rules in families.items():
+        for rule in rules:
+            by_gamma: dict[int, list[int]] = {}
+            for load in loads:
+                best = find_best(speeds, load, (rule,))
+                if best is not None and is_promising(speeds, load, rule):
+                    by_gamma.setdefault(int(best["gamma"]), []).append(load)
+            if by_gamma:
+                own = [RulePair(rule, chosen, tuple(at)) for chosen, at in sorted(by_gamma.items())]
+                pairs.setdefault(name, []).extend(own)
+    return pairs
