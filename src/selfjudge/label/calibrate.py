@@ -41,8 +41,8 @@ def calibrate(
     )
     if not events:
         raise SelfJudgeError(f"the draft never differs from the target on {task.name}: there is nothing to judge")
-    rows = [(scores, row) for _, scores, row in score_events(scorer, events)]
-    scores = Scores.gather(rows, scorer.suffix_length, pair.hidden_size)
+    scored = score_events(scorer, events)
+    scores = Scores.join([each for _, _, each in scored], scorer.suffix_length, pair.hidden_size)
     arrays = {name: getattr(scores, name) for name in EVIDENCE}
     arrays["critical"] = np.asarray([not event.kept for event in events], np.uint8)
     write_tensors(evidence, arrays, {"task": task.name, "prompts": len(originals)})

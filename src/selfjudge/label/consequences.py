@@ -17,7 +17,7 @@ from selfjudge.engine.teacher_forced import logits_of, teacher_forced
 from selfjudge.label.checks import Original, Substitution, compare_answers, continue_responses
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import Labels, Row
-from selfjudge.label.mismatch import Candidate, find_mismatches, make_labels
+from selfjudge.label.mismatch import find_mismatches, make_labels
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.types import Tell
@@ -34,19 +34,20 @@ def label_by_consequences(
     Rows have `control` (was the answer kept after the target's own token? None where that was not tried) and `margin`
     in nats, besides the fields of all methods."""
     cases = draw_cases(pair, originals, config)
-    candidates: list[Candidate] = []
-    drafts: list[Substitution] = []
-    for original, case, scores in zip(originals, cases, scorer(cases), strict=True):
-        for k, (place, token) in enumerate(zip(case.places, case.drafts, strict=True)):
-            candidates.append(Candidate(original.row, case, scores, k))
-            drafts.append(Substitution(original, original.response, place, token))
+    scored = [(o.row, case, scores) for o, case, scores in zip(originals, cases, scorer(cases), strict=True)]
+    drafts = [
+        Substitution(original, original.response, place, token)
+        for original, case in zip(originals, cases, strict=True)
+        for place, token in zip(case.places, case.drafts, strict=True)
+    ]
     controls = [replace(s, token=s.response[s.place]) for s in drafts[::CONTROL_EVERY]]
     tried = [*drafts, *controls]
     new = continue_responses(pair, config, tried, notify)
     kept = compare_answers(tried, new)
+    terms = [float(term) for _, _, scores in scored for term in scores.prefix]
     verdicts: list[Row] = [
-        {"label": int(same), "margin": round(-float(candidate.scores.prefix[candidate.k]), 5), "control": None}
-        for candidate, same in zip(candidates, kept, strict=False)
+        {"label": int(same), "margin": round(-term, 5), "control": None}
+        for term, same in zip(terms, kept, strict=False)
     ]
     for verdict, same in zip(verdicts[::CONTROL_EVERY], kept[len(drafts) :], strict=True):
         verdict["control"] = int(same)
@@ -56,7 +57,7 @@ def label_by_consequences(
         "controls": len(controls),
         "controls_kept": sum(verdict["control"] for verdict in verdicts[::CONTROL_EVERY]),
     }
-    return make_labels(pair, config, candidates, verdicts, counts)
+    return make_labels(pair, config, scored, verdicts, counts)
 
 
 def draw_cases(pair: Pair, originals: Sequence[Original], config: LabelConfig) -> list[Case]:

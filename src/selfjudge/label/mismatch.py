@@ -1,7 +1,6 @@
 """Mismatches: where the draft, reading the target's response, predicts another token; their labels by likelihood."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -76,59 +75,52 @@ def find_mismatches(
     return cases
 
 
-class Candidate(NamedTuple):
-    """A draft token at one place of a response, with its scores."""
-
-    response: Row  # row of the target's original response
-    case: Case
-    scores: Scores  # scores of all places of the case
-    k: int  # index of the place in the case
-
-
 def label_by_likelihood(
     pair: Pair, config: LabelConfig, responses: Sequence[Row], scorer: Scorer, tau: float, notify: Tell
 ) -> Labels:
     """A token is acceptable if its score is above τ."""
     texts = [(row["prompt_ids"], row["response_ids"], row["finish"] == "length") for row in responses]
     cases = find_mismatches(pair, texts, config.suffix_length)
-    candidates: list[Candidate] = []
-    verdicts: list[Row] = []
-    for response, case, scores in zip(responses, cases, scorer(cases, notify), strict=True):
-        candidates += [Candidate(response, case, scores, k) for k in range(len(case.places))]
-        verdicts += [{"label": int(score > tau)} for score in scores.prefix + scores.suffix]
-    return make_labels(pair, config, candidates, verdicts, {})
+    scores = scorer(cases, notify)
+    verdicts: list[Row] = [{"label": int(score > tau)} for each in scores for score in each.prefix + each.suffix]
+    return make_labels(pair, config, list(zip(responses, cases, scores, strict=True)), verdicts, {})
 
 
 def make_labels(
-    pair: Pair, config: LabelConfig, candidates: Sequence[Candidate], verdicts: Iterable[Row], counts: dict[str, int]
+    pair: Pair,
+    config: LabelConfig,
+    cases: Sequence[tuple[Row, Case, Scores]],
+    verdicts: Sequence[Row],
+    counts: dict[str, int],
 ) -> Labels:
-    """Rows and row-aligned arrays of the candidates whose scores are finite; the others are counted.
+    """Rows and row-aligned arrays of the places whose scores are finite; the others are counted.
 
-    `verdicts` have the label of each candidate and whatever else the method stores."""
-    scores = Scores.gather([(c.scores, c.k) for c in candidates], config.suffix_length, pair.hidden_size)
+    Each case comes with the row of the target's original response and with its scores. `verdicts` have the label of
+    each place of each case and whatever else the method stores."""
+    scores = Scores.join([each for _, _, each in cases], config.suffix_length, pair.hidden_size)
+    places = [(row, case, *place) for row, case, _ in cases for place in zip(case.places, case.drafts, strict=True)]
     finite = np.isfinite(scores.prefix + scores.suffix)
-    rows: list[Row] = []
-    for candidate, verdict, term, after in zip(candidates, verdicts, scores.prefix, scores.suffix, strict=True):
-        case, place = candidate.case, candidate.case.places[candidate.k]
-        prefix, suffix = float(term), float(after)
-        if np.isfinite(prefix + suffix):
-            rows.append(
-                {
-                    "prompt_id": candidate.response["prompt_id"],
-                    "source": candidate.response["source"],
-                    "position": len(case.prompt) + place,
-                    "target_token": case.response[place],
-                    "draft_token": case.drafts[candidate.k],
-                    "prefix_score": round(prefix, 5),
-                    "suffix_score": round(suffix, 5),
-                    "score": round(prefix + suffix, 5),
-                    "method": config.method,
-                    **verdict,
-                }
-            )
+    rows = [
+        {
+            "prompt_id": response["prompt_id"],
+            "source": response["source"],
+            "position": len(case.prompt) + place,
+            "target_token": case.response[place],
+            "draft_token": draft,
+            "prefix_score": round(prefix, 5),
+            "suffix_score": round(suffix, 5),
+            "score": round(prefix + suffix, 5),
+            "method": config.method,
+            **verdict,
+        }
+        for (response, case, place, draft), verdict, prefix, suffix, is_finite in zip(
+            places, verdicts, scores.prefix.tolist(), scores.suffix.tolist(), finite, strict=True
+        )
+        if is_finite
+    ]
     arrays = {
         name: array[finite].astype(config.hidden_dtype if name.startswith("hidden") else array.dtype)
         for name, array in vars(scores).items()
         if config.previous or name != "hidden_before"
     }
-    return Labels(rows, arrays, {**counts, "not_finite": len(candidates) - len(rows)})
+    return Labels(rows, arrays, {**counts, "not_finite": len(places) - len(rows)})

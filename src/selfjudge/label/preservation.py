@@ -6,11 +6,12 @@ critical and the response stays. The searches of many prompts advance together, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from selfjudge.label.checks import Original, Substitution, compare_answers, continue_responses
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import Labels, Row
-from selfjudge.label.mismatch import Candidate, differ, make_labels, predict_draft_tokens
+from selfjudge.label.mismatch import differ, make_labels, predict_draft_tokens
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
 from selfjudge.types import Tell, ignore
@@ -76,19 +77,14 @@ def find_next_mismatch(response: Sequence[int], drafts: Sequence[int], place: in
     return next((i for i in places if differ(response[i], drafts[i], special)), len(response))
 
 
-def score_events(scorer: Scorer, events: Sequence[Event]) -> list[tuple[Case, Scores, int]]:
-    """For every event, the case of the response that it was tried in, the scores of that case, and its row there."""
-    groups: dict[tuple[Original, tuple[int, ...]], list[int]] = {}
-    for i, event in enumerate(events):
-        groups.setdefault((event.substitution.original, event.substitution.response), []).append(i)
-    cases = []
-    for (original, response), group in groups.items():
-        tried = [events[i].substitution for i in group]
+def score_events(scorer: Scorer, events: Sequence[Event]) -> list[tuple[Row, Case, Scores]]:
+    """The responses that the events were tried in, as cases with their scores; their places are the events in order."""
+    rows, cases = [], []
+    for (original, response), group in groupby(events, lambda e: (e.substitution.original, e.substitution.response)):
+        tried = [event.substitution for event in group]
+        rows.append(original.row)
         cases.append(Case(original.prompt, response, [s.place for s in tried], [s.token for s in tried]))
-    found: dict[int, tuple[Case, Scores, int]] = {}
-    for case, scores, group in zip(cases, scorer(cases), groups.values(), strict=True):
-        found |= {i: (case, scores, row) for row, i in enumerate(group)}
-    return [found[i] for i in range(len(events))]
+    return list(zip(rows, cases, scorer(cases), strict=True))
 
 
 def label_by_preservation(
@@ -98,9 +94,6 @@ def label_by_preservation(
 
     A position counts in the response that the search had reached."""
     events = search_critical_tokens(pair, config, originals, most=config.substitutions, notify=notify)
-    candidates: list[Candidate] = []
-    verdicts: list[Row] = []
-    for event, (case, scores, k) in zip(events, score_events(scorer, events), strict=True):
-        candidates.append(Candidate(event.substitution.original.row, case, scores, k))
-        verdicts.append({"label": int(event.kept)})
-    return make_labels(pair, config, candidates, verdicts, {"target_tokens": sum(event.tokens for event in events)})
+    verdicts: list[Row] = [{"label": int(event.kept)} for event in events]
+    counts = {"target_tokens": sum(event.tokens for event in events)}
+    return make_labels(pair, config, score_events(scorer, events), verdicts, counts)

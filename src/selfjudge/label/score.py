@@ -10,7 +10,7 @@ into rows, rows into passes. A mask lets each branch see the response up to its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -58,20 +58,11 @@ class Scores:
     hidden_draft: Floats  # [K, H] states at the draft's token in its place
 
     @classmethod
-    def gather(cls, rows: Sequence[tuple[Scores, int]], suffix_length: int, hidden_size: int) -> Scores:
-        """Some rows of several scores as one; without any, arrays of the right shapes with K = 0."""
-        shapes = {"log_p": (0, 2), "entropy": (0,), "rank": (0,)}
-        shapes |= dict.fromkeys(("original", "substituted", "highest"), (0, suffix_length))
-        shapes |= dict.fromkeys(("hidden_before", "hidden_target", "hidden_draft"), (0, hidden_size))
-        return cls(
-            **{
-                name: np.concatenate(
-                    [np.zeros(shape, np.int32 if name == "rank" else np.float32)]
-                    + [getattr(scores, name)[k : k + 1] for scores, k in rows]
-                )
-                for name, shape in shapes.items()
-            }
-        )
+    def join(cls, scores: Sequence[Scores], suffix_length: int, hidden_size: int) -> Scores:
+        """The scores of several cases as one; without any, arrays of the right shapes with K = 0."""
+        both, suffix, states = (np.zeros((0, width), np.float32) for width in (2, suffix_length, hidden_size))
+        none = cls(both, both[:, 0], np.zeros(0, np.int32), *[suffix] * 3, *[states] * 3)
+        return cls(*(np.concatenate([getattr(each, f.name) for each in (none, *scores)]) for f in fields(cls)))
 
     @property
     def prefix(self) -> Floats:
