@@ -36,7 +36,7 @@ import typer
 from common import say
 
 from selfjudge.cli.groups import PairOptions, Setup
-from selfjudge.cli.options import config_options
+from selfjudge.cli.options import with_options
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.model import Judge
@@ -260,9 +260,7 @@ class InProcess:
 def served(arguments: list[str]) -> tuple[Any, Any, Any]:
     """Pair, judge and config that these options of `selfjudge serve` name."""
 
-    @config_options(ServerConfig)
-    @config_options(RuleRequest, "request")
-    @config_options(PairOptions, "models")
+    @with_options
     def command(*, models: PairOptions, request: RuleRequest, config: ServerConfig) -> tuple[Any, Any, Any]:
         own = replace(request.named(), judge=None)
         pair = Setup(models, request).load(needs_draft=request.gamma != 0)

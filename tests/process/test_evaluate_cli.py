@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fake_judge import constant_judge
 from selfjudge.cli.main import app
-from selfjudge.cli.options import config_options
+from selfjudge.cli.options import Options, with_options
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import ReproduceConfig, reproduce_paper
@@ -116,8 +116,8 @@ def test_names_stand_between_commas_or_are_given_one_by_one() -> None:
     program = typer.Typer()
 
     @program.command()
-    @config_options(ReproduceConfig, commas=("tasks",))
-    def _(config: ReproduceConfig) -> None:
+    @with_options
+    def _(config: Annotated[ReproduceConfig, Options(commas=("tasks",))]) -> None:
         found.append(config)
 
     for tasks in (["--tasks", "arithmetic, gsm8k"], ["--tasks", "arithmetic", "--tasks", "gsm8k"]):

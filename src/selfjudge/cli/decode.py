@@ -16,20 +16,30 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import selfjudge
 from selfjudge.cli.groups import AnsweringPair, DecodeOptions, PairOptions, RecipeFolder, Setup
-from selfjudge.cli.options import AsJson, config_options
+from selfjudge.cli.options import AsJson
 from selfjudge.cli.output import Progress, fill_text, print_json, waiting, warn
+from selfjudge.decoding.costs import watch_measuring
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
+from selfjudge.integrations import hosts
+from selfjudge.integrations.server import playground
 from selfjudge.integrations.server.config import ServerConfig, listen
+from selfjudge.integrations.vllm import serve as vllm_server
+from selfjudge.integrations.vllm.config import EngineGamma, WorkerConfig
 from selfjudge.judge.config import JudgeConfig, shipped_judge
+from selfjudge.models.catalogue import draft_for
+from selfjudge.models.pull import served_reference, weights_sha256
+from selfjudge.ops.compiled import watch_compiling
+from selfjudge.report.certificate import describe_load, describe_result
 from selfjudge.store.load import LoadWatch
+from selfjudge.tune import monitor
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import GLOSSARY, Generation
 
 if TYPE_CHECKING:
     from selfjudge.decoding.text import Stream
-    from selfjudge.integrations.vllm.config import EngineGamma
 
 FIGURES = (
     "origins", "finish", "cycles", "gamma_mean", "mean_accepted_length", "drafts_accepted", "judged_share",
@@ -46,16 +56,13 @@ LEGEND = {
 }
 
 
-@config_options(DecodeOptions, "decode")
-@config_options(RuleRequest, "request")
-@config_options(AnsweringPair, "models")
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
     recipe: RecipeFolder = None,
     color: Annotated[bool, typer.Option("--color", help="Tint drafted tokens; a legend says how.")] = False,
     as_json: AsJson = False,
     *,
-    models: PairOptions,
+    models: AnsweringPair,
     request: RuleRequest,
     decode: DecodeOptions,
 ) -> None:
@@ -73,17 +80,14 @@ def generate(
     setup.resolve(decode.sampling)
     request = setup.request.named(decode.sampling)
     pair = setup.load(needs_draft=request.gamma != 0)
-
-    from selfjudge.decoding.text import stream
-    from selfjudge.engine.select import PairEngines
-
     rule = request.resolve(pair, sampling=decode.sampling)
     load = LoadWatch()
-    answer = stream(pair, prompt, rule, gamma=request.gamma, **{name: getattr(decode, name) for name in STREAMED})
+    options = {name: getattr(decode, name) for name in STREAMED}
+    answer = selfjudge.stream(pair, prompt, rule, gamma=request.gamma, **options)
     _show(answer, color, quiet=as_json, longest=decode.max_new_tokens, on_cuda=pair.target.device.type == "cuda")
     result = answer.generation
     if as_json:
-        dtypes = {"dtype": pair.dtype, "draft_dtype": PairEngines(pair, decode.engine).draft_dtype}
+        dtypes = {"dtype": pair.dtype, "draft_dtype": selfjudge.PairEngines(pair, decode.engine).draft_dtype}
         named = {"pair": pair.name, "rule": request.text, "threshold": rule.theta, "price": rule.price}
         print_json({**_as_json(result), **named, **dtypes, "busy": load.describe()})
         return
@@ -146,16 +150,10 @@ def _show(answer: Stream, color: bool, quiet: bool, longest: int, on_cuda: bool)
 @contextmanager
 def _watch(on_cuda: bool, progress: Progress) -> Iterator[None]:
     """Let the progress line say that a model is measured, or that kernels are compiled, where there are such."""
-    from selfjudge.decoding.costs import watch_measuring
-    from selfjudge.ops.compiled import watch_compiling
-
     with watch_measuring(progress), watch_compiling(progress) if on_cuda else nullcontext():
         yield
 
 
-@config_options(ServerConfig)
-@config_options(RuleRequest, "request")
-@config_options(AnsweringPair, "models")
 def serve(
     backend: Annotated[Literal["torch", "vllm"], typer.Option(help="Our own loop, or vLLM with our rules.")] = "torch",
     recipe: RecipeFolder = None,
@@ -166,7 +164,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free.", min=0, max=65535)] = 8000,
     *,
-    models: PairOptions,
+    models: AnsweringPair,
     request: RuleRequest,
     config: ServerConfig,
 ) -> None:
@@ -190,9 +188,7 @@ def serve(
     config.check()
     config = replace(config, allowed_host=(*config.allowed_host, host))
     if config.shadow:
-        from selfjudge.tune.monitor import watch
-
-        watch(setup.recipe)  # refuses what cannot be watched
+        monitor.watch(setup.recipe)  # refuses what cannot be watched
     if backend == "vllm":
         _refuse_torch_options(setup.models, config)
         flags = shlex.split(vllm)
@@ -212,11 +208,8 @@ def _serve_torch(setup: Setup, config: ServerConfig, host: str, port: int) -> No
     """Load the models and answer with our own loop; an address that is not free is refused first."""
     listener = listen(host, port)
     pair = setup.load(needs_draft=setup.request.gamma != 0)
-
-    from selfjudge.judge.model import Judge
-
     source = setup.request.judge
-    judge = pair.judge if source is None else Judge.from_pretrained(source)
+    judge = pair.judge if source is None else selfjudge.Judge.from_pretrained(source)
     _say_result(setup.recipe)
     with ExitStack() as stack:
         progress = stack.enter_context(waiting("trying out an answer …"))
@@ -246,9 +239,6 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
 
 def _choose_vllm_gamma(setup: Setup, flags: list[str], load: int | None) -> EngineGamma:
     """The γ that was named, else the one that the engine's costs suggest; one line says which."""
-    from selfjudge.integrations.vllm.config import EngineGamma
-    from selfjudge.models.catalogue import draft_for
-
     models, gamma = setup.models, setup.request.gamma
     if gamma == 0 and setup.recipe is not None:
         raise SelfJudgeError(f"{setup.recipe.folder} decodes plainly (γ 0): serve it without --backend vllm")
@@ -269,37 +259,24 @@ def _choose_vllm_gamma(setup: Setup, flags: list[str], load: int | None) -> Engi
 
 def _serve_vllm(setup: Setup, config: ServerConfig, gamma: EngineGamma, more: list[str]) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
-    from selfjudge.integrations.hosts import MIDDLEWARE as HOSTS, VARIABLE as ALLOWED
-    from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE, describe
-    from selfjudge.integrations.vllm.config import WorkerConfig
-    from selfjudge.integrations.vllm.serve import command, main
-    from selfjudge.integrations.vllm.shadow import MIDDLEWARE as SHADOW, VARIABLE
+    from selfjudge.integrations.vllm import shadow  # imports asyncio
 
     models, own, recipe = setup.models, setup.request.named(), setup.recipe
     models.announce()
+    flags = ["--middleware", playground.MIDDLEWARE]
     if recipe is not None:
         _check_recipe(recipe, models)
         _say_result(recipe)
-    os.environ[ALLOWED] = json.dumps(config.allowed_host)
-    # vLLM lets pages of all origins ask it, unless told otherwise
-    more = ["--middleware", HOSTS, "--allowed-origins", "[]", *more]
-    if config.shadow:
-        assert recipe is not None
-        settings = {"recipe": str(recipe.folder.absolute()), "load": recipe.content["load"], "share": config.shadow}
-        os.environ[VARIABLE] = json.dumps(settings)
-        more = ["--middleware", SHADOW, *more]
-    arguments = command(
-        models.name,
-        models.draft,
-        WorkerConfig(own),
-        gamma=gamma,
-        more=[
-            *("--middleware", MIDDLEWARE),
-            *(["--served-model-name", config.name] if config.name else []),
-            *(["--dtype", models.dtype] if models.dtype else []),
-            *more,
-        ],
-    )
+        if config.shadow:
+            settings = {"recipe": str(recipe.folder.absolute()), "load": recipe.content["load"], "share": config.shadow}
+            os.environ[shadow.VARIABLE] = json.dumps(settings)
+            flags += ["--middleware", shadow.MIDDLEWARE]
+    # the last one is asked first; vLLM lets pages of all origins ask it, unless told otherwise
+    flags += ["--middleware", hosts.MIDDLEWARE, "--allowed-origins", "[]"]
+    flags += ["--served-model-name", config.name] if config.name else []
+    flags += ["--dtype", models.dtype] if models.dtype else []
+    os.environ[hosts.VARIABLE] = json.dumps(config.allowed_host)
+    arguments = vllm_server.command(models.name, models.draft, WorkerConfig(own), gamma=gamma, more=[*flags, *more])
     facts = {
         "backend": "vllm",
         "rule": own.text,
@@ -308,19 +285,17 @@ def _serve_vllm(setup: Setup, config: ServerConfig, gamma: EngineGamma, more: li
         "gamma": gamma.gamma,
         "judge": bool(own.judge or shipped_judge(models.name)),
         "uses_judge": own.needs_judge,
-        "recipe": None if recipe is None else describe(recipe),
+        "recipe": None if recipe is None else playground.describe(recipe),
     }
-    os.environ[FACTS] = json.dumps(facts)
+    os.environ[playground.FACTS] = json.dumps(facts)
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key
-    main(arguments)
+    vllm_server.main(arguments)
 
 
 def _say_result(recipe: Recipe | None) -> None:
     """What its certificate says, once the models are known to be the recipe's."""
     if recipe is not None:
-        from selfjudge.report.certificate import describe_load, describe_result
-
         one = len(recipe.loads) == 1
         typer.echo(f"{recipe.folder}: {(describe_result if one else describe_load)(recipe.certificate)}", err=True)
         if not one:
@@ -329,9 +304,6 @@ def _say_result(recipe: Recipe | None) -> None:
 
 def _check_recipe(recipe: Recipe, models: PairOptions) -> None:
     """Refuse other models or another tokenizer than the recipe's; say so if it was not certified with vLLM."""
-    from selfjudge.models.catalogue import draft_for
-    from selfjudge.models.pull import served_reference, weights_sha256
-
     draft = draft_for(models.name, models.draft)
     recipe.check_models(target=(models.name, weights_sha256(models.name)), draft=(draft, weights_sha256(draft)))
 
@@ -342,7 +314,5 @@ def _check_recipe(recipe: Recipe, models: PairOptions) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise SelfJudgeError(f"the tokenizer of {models.name} cannot be read: {first_line(error)}") from None
     recipe.check_tokenizer(tokenizer)
-    if recipe.content["engine"] != "vllm":
-        warn(
-            f"{recipe.folder} was certified with the engine {recipe.content['engine']}, this is vllm: not covered by it"
-        )
+    if (engine := recipe.content["engine"]) != "vllm":
+        warn(f"{recipe.folder} was certified with the engine {engine}, this is vllm: not covered by it")

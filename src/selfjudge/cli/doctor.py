@@ -14,7 +14,7 @@ import typer
 from packaging.requirements import Requirement
 
 from selfjudge.cli.groups import DeviceOptions
-from selfjudge.cli.options import AsJson, config_options
+from selfjudge.cli.options import AsJson
 from selfjudge.cli.output import Progress, print_json, print_rows, print_text
 from selfjudge.decoding.costs import kept_tables
 from selfjudge.errors import SelfJudgeError, first_line
@@ -38,7 +38,6 @@ class Check:
     mend: str = ""  # the command that installs it, or a few words where none does
 
 
-@config_options(DeviceOptions, "hardware")
 def doctor(
     model: Annotated[str | None, typer.Option(help="A model: what it needs of memory, before it is loaded.")] = None,
     draft: Annotated[str | None, typer.Option(help="The draft of --model; the one that ships if not given.")] = None,

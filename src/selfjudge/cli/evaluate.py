@@ -7,25 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
+import selfjudge
+from selfjudge import evaluate as evaluation, tune as tuning
 from selfjudge.cli.groups import RECIPE_IS_COMPLETE, AnsweringPair, BackendOptions, PairOptions, RecipeFolder, Setup
-from selfjudge.cli.options import AsJson, Resume, config_options
+from selfjudge.cli.options import AsJson, Options, Resume
 from selfjudge.cli.output import Progress, as_options, figure, print_json, print_text, waiting, warn, with_spread
-from selfjudge.decoding.rule_parser import OPEN_REQUEST
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
+from selfjudge.integrations.vllm.config import WorkerConfig
+from selfjudge.integrations.vllm.serve import command
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.report import certificate as said, page
 from selfjudge.report.records import FEWEST_SCORED
 from selfjudge.store import RunFolder
 from selfjudge.tune.calibration import check_calibration
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import RECIPE, Recipe
+from selfjudge.tune.signature import find_key
 from selfjudge.types import explain
 
 
-@config_options(PairOptions, "models", without=("draft_dtype",))
-@config_options(BackendOptions, "where")
-@config_options(EvalConfig, without=("rules",), commas=("tasks",))
 def evaluate(
     out: Annotated[Path, typer.Option(help="Folder of the results; what is done in it stays done.")],
     rules: Annotated[str | None, typer.Option(help="Such as 'exact judged:q0.9@NAME'; else exact, and judged.")] = None,
@@ -34,9 +37,9 @@ def evaluate(
     resume: Resume = False,
     as_json: AsJson = False,
     *,
-    config: EvalConfig,
-    models: PairOptions,
+    config: Annotated[EvalConfig, Options(without=("rules",), commas=("tasks",))],
     where: BackendOptions,
+    models: Annotated[PairOptions, Options(without=("draft_dtype",))],
 ) -> None:
     """What rules gain and cost on tasks, compared with exact example by example.
 
@@ -66,15 +69,13 @@ def evaluate(
             setup.recipe.check(pair, warn)
     else:
         pair, answerer = setup.load(full_precision=judges_stories), None
-
-    from selfjudge.evaluate.pipeline import evaluate_rules
-    from selfjudge.judge.model import Judge
-
-    judges = {name: Judge.from_pretrained(source) for name, source in sources.items()}
+    judges = {name: selfjudge.Judge.from_pretrained(source) for name, source in sources.items()}
     for loaded in judges.values():
         loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     with Progress(resume="go on with --resume") as update:
-        summaries = evaluate_rules(pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn)
+        summaries = evaluation.evaluate_rules(
+            pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn
+        )
     if as_json:
         print_json(summaries)
         return
@@ -83,15 +84,13 @@ def evaluate(
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 
 
-@config_options(PairOptions, "models", without=("pair", "draft_dtype"))
-@config_options(ReproduceConfig, commas=("tasks",))
 def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of all stages; what is done in it stays done.")],
     pair: Annotated[str | None, typer.Option(help=f"Embedded pair, or the paper's {', '.join(PAPER_PAIRS)}.")] = None,
     as_json: AsJson = False,
     *,
-    config: ReproduceConfig,
-    models: PairOptions,
+    config: Annotated[ReproduceConfig, Options(commas=("tasks",))],
+    models: Annotated[PairOptions, Options(without=("pair", "draft_dtype"))],
 ) -> None:
     """Label by three methods, train, evaluate every rule, report: the paper's tables and figures for a pair.
 
@@ -107,11 +106,8 @@ def reproduce(
     check_examples(config.evaluation)
 
     loaded = models.load(full_precision=True)
-
-    from selfjudge.evaluate.reproduce import reproduce_paper
-
     with Progress() as update:
-        result = reproduce_paper(loaded, out, config, notify=update, warn=warn)
+        result = evaluation.reproduce_paper(loaded, out, config, notify=update, warn=warn)
     print_json(result) if as_json else typer.echo(f"everything is in {out}; open {out / 'report.html'}")
 
 
@@ -125,18 +121,14 @@ def report(
     Example: selfjudge report eval --out report.html
     """
     with waiting("reading results and drawing …"):
-        from selfjudge.report.page import report as run
-
-        result = run(folders, out)
+        result = page.report(folders, out)
     for folder in result["left_out"]:
         warn(f"left out {folder['folder']}: {folder['why']}")
     if as_json:
         print_json(result["tables"])
         return
-    typer.echo(
-        f"{out}: {result['runs']} runs, {len(result['tables'])} tables;"
-        f" {len(result['figures'])} figures and tables.md in {out.with_suffix('')}"
-    )
+    figures = f"{len(result['figures'])} figures and tables.md in {out.with_suffix('')}"
+    typer.echo(f"{out}: {result['runs']} runs, {len(result['tables'])} tables; {figures}")
 
 
 def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str]) -> None:
@@ -165,18 +157,15 @@ def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) ->
     return judges
 
 
-@config_options(AnsweringPair, "models")
-@config_options(BackendOptions, "where")
-@config_options(TuneConfig, commas=("tasks", "families"))
 def tune(
     out: Annotated[Path, typer.Option(help="Folder of the recipe and its certificate.")],
     judge: Annotated[str | None, typer.Option(help="Judge folder, hub id or embedded name; else the shipped.")] = None,
     resume: Resume = False,
     as_json: AsJson = False,
     *,
-    config: TuneConfig,
-    models: PairOptions,
+    config: Annotated[TuneConfig, Options(commas=("tasks", "families"))],
     where: BackendOptions,
+    models: AnsweringPair,
 ) -> None:
     """Find the fastest rule whose loss is certified on your own prompts; or say that exact is it.
 
@@ -191,26 +180,22 @@ def tune(
         models.check_judge(known)
     check_calibration(config, known)
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
-
-    from selfjudge.report import certificate as said
-    from selfjudge.tune.pipeline import tune_pair
-
     with Progress(resume="go on with --resume") as update:
-        recipe = tune_pair(
+        recipe = tuning.tune_pair(
             pair, out, config, judge=judge, answerer=answerer, vllm_flags=_vllm_flags, notify=update, warn=warn
         )
     if as_json:
         print_json({"recipe": recipe.content, "certificate": recipe.certificate})
         return
-    if doubtful := said.describe_doubt(recipe.certificate):
+    found = recipe.certificate
+    if doubtful := said.describe_doubt(found):
         warn(doubtful)
-    describe = (said.describe_baseline, said.describe_result, said.describe_verdict)
-    lines = [one(recipe.certificate) for one in describe]
+    lines = [said.describe_result(found), said.describe_verdict(found)]
     if len(recipe.loads) > 1:
-        lines = [lines[0], *map(said.describe_load, said.list_loads(recipe.certificate))]
-    for line in dict.fromkeys(lines):
+        lines = list(map(said.describe_load, said.list_loads(found)))
+    for line in dict.fromkeys([said.describe_baseline(found), *lines]):
         typer.echo(line)
-    for row in recipe.certificate["candidates"]:
+    for row in found["candidates"]:
         if row["n_used"] and not row["refuted"]:
             typer.echo(f"{row['rule']}, γ = {row['gamma']}: {row['why']}", err=True)
     typer.echo(f"type this next: selfjudge serve --recipe {out}")
@@ -225,9 +210,6 @@ def verify(
 
     Example: selfjudge certificate verify tuned --key key.pub
     """
-    from selfjudge.report.certificate import describe_claim
-    from selfjudge.tune.signature import find_key
-
     try:
         recipe = Recipe.read(folder)
         for line in recipe.verify(key or find_key()):
@@ -235,23 +217,18 @@ def verify(
     except SelfJudgeError as error:
         typer.echo(f"selfjudge: does not hold: {as_options(str(error))}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(describe_claim(recipe.certificate))
+    typer.echo(said.describe_claim(recipe.certificate))
 
 
 def _vllm_flags(recipe: Any, folder: Path) -> str | None:
     """The command that starts vLLM with the recipe's rule; None for `exact`, and where vLLM cannot run the rule."""
-    from selfjudge.decoding.rule_parser import RuleRequest
-    from selfjudge.integrations.vllm.config import WorkerConfig
-    from selfjudge.integrations.vllm.serve import command
-
     if recipe["rule"] == "exact":
         return None
     judge = str(folder / recipe["judge"]) if RuleRequest(recipe["rule"]).needs_judge else None
     draft = None if recipe["pair"] == recipe["target"] else recipe["draft"]
+    worker = WorkerConfig(RuleRequest(recipe["resolved"], judge))
     try:
-        words = command(
-            recipe["target"], draft, WorkerConfig(RuleRequest(recipe["resolved"], judge)), gamma=recipe["gamma"]
-        )
+        words = command(recipe["target"], draft, worker, gamma=recipe["gamma"])
     except SelfJudgeError:
         return None
     flags = shlex.join(["python", *words[1:]])

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+import selfjudge
 from selfjudge.cli.output import Progress, waiting, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.vllm.config import parse_object
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.label.config import BACKENDS
-from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
-from selfjudge.models.device import parse_memory
+from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, draft_for
+from selfjudge.models.device import choose_device, parse_memory
 from selfjudge.store import home
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import ENGINES, check_settings, default_gamma, setting
@@ -28,10 +31,7 @@ from selfjudge.types import ENGINES, check_settings, default_gamma, setting
 if TYPE_CHECKING:
     import torch
 
-    from selfjudge.decoding.rules import AcceptanceRule
-    from selfjudge.decoding.sampling import Sampling
     from selfjudge.evaluate.execute import Answerer
-    from selfjudge.models.pair import Pair
 
 RECIPE_IS_COMPLETE = (
     "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
@@ -71,11 +71,9 @@ class DeviceOptions:
     def choose(self) -> torch.device:
         """The given device, or the best there is."""
         with waiting("starting torch …"):
-            from selfjudge.models.device import choose_device
-
             return choose_device(self.device)
 
-    def check_gamma(self, rule: AcceptanceRule, gamma: int | None) -> None:
+    def check_gamma(self, rule: selfjudge.AcceptanceRule, gamma: int | None) -> None:
         """Refuse a γ that the rule cannot work with; None is the number that evaluations take on the device."""
         if gamma is None and rule.matches_needed:
             if self.device is None:
@@ -130,28 +128,23 @@ class PairOptions(DeviceOptions):
         other = LARGE if self.default == SMALL else SMALL
         warn(f"{describe_size(self.default)}; the other pair: --pair {other} ({EMBEDDED[other].size_text})")
 
-    def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
+    def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> selfjudge.Pair:
         """The models, pulled where they are missing; with `full_precision` their default dtype is one of floats."""
-        if needs_draft and self.draft is None and shipped_draft(self.name) is None:
-            raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
+        if needs_draft:
+            draft_for(self.name, self.draft)
         for reference in filter(None, (self.name, self.draft)):
             check_hub(reference)
         self.announce()
         with Progress(patient=True) as update:
             update(f"loading {self.name}")
-
-            from selfjudge.models.pair import Pair
-
-            return Pair.load(
+            same = {name: getattr(self, name) for name in ("device", "dtype", "draft_dtype", "gpu_memory")}
+            return selfjudge.Pair.load(
                 self.name,
                 self.draft,
-                device=self.device,
-                dtype=self.dtype,
-                draft_dtype=self.draft_dtype,
                 needs_draft=needs_draft,
                 full_precision=full_precision,
-                gpu_memory=self.gpu_memory,
                 progress=update,
+                **options,
             )
 
 
@@ -179,17 +172,17 @@ class BackendOptions:
         if self.engine_options and self.backend != "vllm":
             raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
 
-    def answerer(self, models: PairOptions, judge: str | Path | None) -> tuple[Pair, Answerer]:
+    def answerer(self, models: PairOptions, judge: str | Path | None) -> tuple[selfjudge.Pair, Answerer]:
         """The pair without the target's weights, and vLLM, which has them; `judge` is the first that it will need."""
         pair, model, options = self.outline(models)
 
         from selfjudge.integrations.vllm.answers import VllmAnswerer
-        from selfjudge.judge.model import Judge
 
         source = judge or models.shipped_judge
-        return pair, VllmAnswerer(pair, model, options, None if source is None else Judge.from_pretrained(source))
+        first = None if source is None else selfjudge.Judge.from_pretrained(source)
+        return pair, VllmAnswerer(pair, model, options, first)
 
-    def outline(self, models: PairOptions) -> tuple[Pair, str, dict[str, Any]]:
+    def outline(self, models: PairOptions) -> tuple[selfjudge.Pair, str, dict[str, Any]]:
         """The pair without the target's weights, what vLLM has to load for it, and the options of its engine."""
         if find_spec("vllm") is None:
             raise SelfJudgeError("vLLM is not installed here: pip install vllm")
@@ -199,7 +192,6 @@ class BackendOptions:
             raise SelfJudgeError("with --backend vllm use --engine-options '{\"gpu_memory_utilization\": 0.9}'")
         models.announce()
         with waiting(f"loading {models.name} for vLLM …"):
-            from selfjudge.integrations.vllm.config import parse_object
             from selfjudge.integrations.vllm.label import outline_pair
 
             options = parse_object(self.engine_options or "{}", "`engine_options`")
@@ -224,8 +216,6 @@ class DecodeOptions:
     @property
     def sampling(self) -> Sampling | None:
         """Temperature and filters, where one of them is given."""
-        from selfjudge.decoding.sampling import Sampling
-
         if self.temperature is None and self.top_p == 1.0 and not self.top_k and not self.min_p:
             return None
         return Sampling(1.0 if self.temperature is None else self.temperature, self.top_p, self.top_k, self.min_p)
@@ -244,8 +234,7 @@ class Setup:
         """The given models and rule; with the folder of a recipe, those of its row that fits `load` requests at a time,
         or of its first. Then only models may be given too.
 
-        Other models than the recipe's are refused by their checksums once they are loaded.
-        """
+        Other models than the recipe's are refused by their checksums once they are loaded."""
         if folder is None:
             return cls(models, request)
         if request != OPEN_REQUEST:
@@ -259,7 +248,7 @@ class Setup:
         judge = None if recipe.judge is None else str(recipe.judge)
         return cls(models, RuleRequest(recipe.rule, judge, gamma=recipe.gamma), recipe)
 
-    def resolve(self, sampling: Sampling | None = None) -> AcceptanceRule:
+    def resolve(self, sampling: Sampling | None = None) -> selfjudge.AcceptanceRule:
         """The rule to check, not to decode with, from the judge's config alone; one that cannot work is refused."""
         request = self.request
         if request.needs_judge and (source := request.judge or self.models.shipped_judge) is not None:
@@ -268,7 +257,7 @@ class Setup:
             request = replace(request, judge=config)
         return request.resolve((), sampling=sampling)
 
-    def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
+    def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> selfjudge.Pair:
         """The models, on a CPU in the dtype of the recipe; models that the recipe is not for are refused."""
         models = self.models
         if self.recipe is not None and models.dtype is None and models.device_type == "cpu":

@@ -7,13 +7,14 @@ An unexpected one is a line and exit code 1.
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from selfjudge.cli import bench, decode, doctor, evaluate, models, train
+from selfjudge.cli.options import with_options
 from selfjudge.cli.output import OPTIONS, as_options
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import versions
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "pull": models.pull,
     "generate": decode.generate,
     "distill": train.distill,
@@ -44,7 +45,7 @@ COMMANDS = {
     "doctor": doctor.doctor,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name)(with_options(command))
 
 labels_app = typer.Typer(no_args_is_help=True, help="Label folders.")
 labels_app.command("info")(train.info)

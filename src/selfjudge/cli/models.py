@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from selfjudge.cli.groups import PairOptions
-from selfjudge.cli.options import AsJson, config_options
+from selfjudge.cli.options import AsJson, Options
 from selfjudge.cli.output import Progress, print_json, print_rows
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import make_label
@@ -50,13 +50,12 @@ def pull(
     print_json(about) if as_json else typer.echo(folder or file)
 
 
-@config_options(PairOptions, "models", without=("device", "dtype", "draft_dtype", "gpu_memory"))
 def export(
     out: Annotated[Path, typer.Option(help="Folder of the exported head.")],
     gamma: Annotated[int, typer.Option(help="Tokens that vLLM drafts at a time by default.", min=1, max=MAX_GAMMA)] = 5,
     as_json: AsJson = False,
     *,
-    models: PairOptions,
+    models: Annotated[PairOptions, Options(without=("device", "dtype", "draft_dtype", "gpu_memory"))],
 ) -> None:
     """Write an EAGLE-3 head, the one that ships or another, as vLLM loads it: in the format of speculators.
 

@@ -1,12 +1,12 @@
 """Options of the command line: each is written once, as a field of a config that declares default, meaning and range.
 
-A command takes whole groups of options: `@config_options(LabelConfig)` gives it the options of that config, and the
-command gets the built and checked config as one argument.
+A command takes whole groups of options: a parameter `config: LabelConfig` gives it the options of that config, and the
+command gets the built and checked config.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -20,40 +20,50 @@ Data = Annotated[Path | None, typer.Option(help="Folder of the benchmarks' files
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what was begun in --out.")]
 
 
-def config_options(
-    config: type, argument: str = "config", *, without: Sequence[str] = (), commas: Sequence[str] = ()
-) -> Callable[[Callable[..., Any]], Any]:
-    """Give a command the options that a config declares; it gets the built and checked config as its `argument`.
+@dataclass(frozen=True)
+class Options:
+    """Which options a command takes of a config: `config: Annotated[LabelConfig, Options(without=("backend",))]`."""
 
-    Every field made by `types.setting` becomes an option of its own name, default, help and range, unless it is in
-    `without`. Names of a field in `commas` may be separated by commas as well as given by repeating the option.
-    """
-    hints = get_type_hints(config)
-    declared = {f.name: f for f in fields(config) if "help" in f.metadata and f.name not in without}
+    without: tuple[str, ...] = ()
+    commas: tuple[str, ...] = ()  # fields whose names may be separated by commas as well as given one by one
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        own = inspect.signature(command, eval_str=True)
-        parameters = [p for p in own.parameters.values() if p.name != argument]
 
-        def wrapped(**given: Any) -> Any:
-            values = {n: _parse(f, hints[n], given.pop(n), n in commas) for n, f in declared.items()}
-            built = config(**values)
-            built.check() if hasattr(built, "check") else check_settings(built)
-            return command(**{argument: built}, **given)
+def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command as typer reads it: every parameter that is a config is replaced by the options which it declares.
 
-        for name, f in declared.items():
-            default = None if f.default is MISSING else f.default
-            annotation = _annotated(f, hints[name], default, name in commas)
-            typed = _as_option(hints[name], default)
-            parameters.append(inspect.Parameter(name, KEYWORD_ONLY, default=typed, annotation=annotation))
-        wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-        wrapped.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(kind=KEYWORD_ONLY) for p in parameters]
-        )
-        wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-        return wrapped
+    Each field made by `types.setting` is an option of its own name, default, help and range."""
+    parameters: list[inspect.Parameter] = []
+    configs: dict[str, tuple[Any, Options]] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        config, *asked = get_args(parameter.annotation) or (parameter.annotation,)
+        if is_dataclass(config):
+            configs[parameter.name] = config, asked[0] if asked else Options()
+            for f, hint, commas in _declared(*configs[parameter.name]):
+                default = None if f.default is MISSING else f.default
+                annotation, typed = _annotated(f, hint, default, commas), _as_option(hint, default)
+                parameters.append(inspect.Parameter(f.name, KEYWORD_ONLY, default=typed, annotation=annotation))
+        else:
+            parameters.append(parameter.replace(kind=KEYWORD_ONLY))
 
-    return decorate
+    def wrapped(**given: Any) -> Any:
+        built = {}
+        for argument, (config, asked) in configs.items():
+            declared = _declared(config, asked)
+            values = {f.name: _parse(f, hint, given.pop(f.name), commas) for f, hint, commas in declared}
+            built[argument] = one = config(**values)
+            one.check() if hasattr(one, "check") else check_settings(one)
+        return command(**built, **given)
+
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapped
+
+
+def _declared(config: Any, asked: Options) -> list[tuple[Field[Any], Any, bool]]:
+    """The fields that are options, each with its type and whether commas part its names."""
+    hints, declared = get_type_hints(config), [f for f in fields(config) if "help" in f.metadata]
+    return [(f, hints[f.name], f.name in asked.commas) for f in declared if f.name not in asked.without]
 
 
 def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:

@@ -92,11 +92,10 @@ class Progress:
 
     Without a terminal, a stage is said when it begins, and again every QUIET seconds while it lasts. With `patient`
     nothing is said before QUIET seconds have passed: work that is soon done, or fails at once, leaves no line.
-    `resume` says after Ctrl-C how the work is continued.
-    """
+    `resume` says after Ctrl-C how the work is continued. With `quiet` results are not printed."""
 
-    def __init__(self, patient: bool = False, resume: str = "") -> None:
-        self._patient, self._resume = patient, resume
+    def __init__(self, patient: bool = False, resume: str = "", quiet: bool = False) -> None:
+        self._patient, self._resume, self._quiet = patient, resume, quiet
         self._out = sys.stderr  # a model load may redirect stderr
         self._stage, self._seen = "", {""}
         self._share: float | None = None
@@ -136,7 +135,8 @@ class Progress:
     def print(self, text: str) -> None:
         """Print a line of the result on stdout, at once also into a pipe."""
         self.hide()
-        print(text, flush=True)
+        if not self._quiet:
+            print(text, flush=True)
         with self._lock:
             self._said = time.monotonic()
 

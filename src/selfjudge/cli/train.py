@@ -4,39 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+import selfjudge
+from selfjudge import distill as distilling, label as labelling, train as training
 from selfjudge.cli.groups import BackendOptions, DeviceOptions, PairOptions
-from selfjudge.cli.options import AsJson, Data, Resume, config_options
+from selfjudge.cli.options import AsJson, Data, Options, Resume
 from selfjudge.cli.output import Progress, print_json, print_text, waiting, warn
 from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
-from selfjudge.label.folder import read_manifest
+from selfjudge.label.folder import read_manifest, summarise_labels
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, read_json, refuse_foreign
 from selfjudge.store.artefacts import RunRecord
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 
-if TYPE_CHECKING:
-    from selfjudge.models.pair import Pair
 
-
-@config_options(PairOptions, "models", without=("draft_dtype",))
-@config_options(BackendOptions, "where")
-@config_options(LabelConfig, without=("max_prompt_tokens", "backend"))
 def label(
     out: Annotated[Path, typer.Option(help="Folder of the labels.")],
     resume: Resume = False,
     data: Data = None,
     as_json: AsJson = False,
     *,
-    config: LabelConfig,
-    models: PairOptions,
+    config: Annotated[LabelConfig, Options(without=("max_prompt_tokens", "backend"))],
     where: BackendOptions,
+    models: Annotated[PairOptions, Options(without=("draft_dtype",))],
 ) -> None:
     """Label draft tokens as acceptable or not by the target's own likelihoods; no annotation.
 
@@ -52,11 +48,8 @@ def label(
         config.check_prompts(data)
 
     pair = _load_pair(where, models)
-
-    from selfjudge.label.pipeline import label_pair
-
     with Progress(resume="go on with --resume") as update:
-        manifest = label_pair(pair, out, config, data=data, resume=resume, notify=update, warn=warn)
+        manifest = labelling.label_pair(pair, out, config, data=data, resume=resume, notify=update, warn=warn)
     if as_json:
         print_json({k: v for k, v in manifest.items() if k != "shards"})
         return
@@ -65,7 +58,7 @@ def label(
         typer.echo(f"{hourly:,} labels an hour", err=True)
 
 
-def _load_pair(where: BackendOptions, models: PairOptions) -> Pair:
+def _load_pair(where: BackendOptions, models: PairOptions) -> selfjudge.Pair:
     """The pair; its target runs in this process or in vLLM."""
     if where.backend != "vllm":
         return models.load(full_precision=True)
@@ -87,8 +80,6 @@ def info(
     Example: selfjudge labels info labels
     """
     with waiting("reading labels …"):
-        from selfjudge.label.folder import summarise_labels
-
         about = {str(folder): summarise_labels(folder) for folder in folders}
     if as_json:
         print_json(about)
@@ -97,15 +88,13 @@ def info(
         print_text("info", folder=folder, **labels)
 
 
-@config_options(DeviceOptions, "hardware", without=("dtype", "gpu_memory"))
-@config_options(TrainConfig, commas=("sources",))
 def train(
     labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
     out: Annotated[Path, typer.Option(help="Folder of the judge.")],
     as_json: AsJson = False,
     *,
-    hardware: DeviceOptions,
-    config: TrainConfig,
+    config: Annotated[TrainConfig, Options(commas=("sources",))],
+    hardware: Annotated[DeviceOptions, Options(without=("dtype", "gpu_memory"))],
 ) -> None:
     """Train a judge on labels.
 
@@ -118,10 +107,9 @@ def train(
         read_manifest(folder)
 
     device = hardware.choose()
+    where = "cpu" if device.type == "mps" else str(device)
     with Progress() as update:
-        from selfjudge.train.pipeline import train_judge
-
-        judge = train_judge(labels, out, config, device="cpu" if device.type == "mps" else str(device), notify=update)
+        judge = training.train_judge(labels, out, config, device=where, notify=update)
     if as_json:
         print_json(judge)
         return
@@ -130,15 +118,13 @@ def train(
         typer.echo("F accepts nothing: choose a threshold with --quality", err=True)
 
 
-@config_options(DeviceOptions, "hardware")
-@config_options(DistillConfig, without=("max_prompt_tokens",))
 def distill(
     target: Annotated[str, typer.Option(help="Target model: embedded name, hub id, checkpoint folder or GGUF file.")],
     out: Annotated[Path, typer.Option(help="Folder of the draft; an interrupted run in it is continued.")],
     data: Data = None,
     as_json: AsJson = False,
     *,
-    config: DistillConfig,
+    config: Annotated[DistillConfig, Options(without=("max_prompt_tokens",))],
     hardware: DeviceOptions,
 ) -> None:
     """Make a small draft for a target that has none, from the target's own answers.
@@ -149,7 +135,7 @@ def distill(
     """
     if hardware.dtype == "q4":
         raise SelfJudgeError("this needs full precision: `dtype` q4 cannot be used")
-    models = PairOptions(pair=target, device=hardware.device, dtype=hardware.dtype, gpu_memory=hardware.gpu_memory)
+    models = PairOptions(**vars(hardware), pair=target)
     models.check()
     folder = RunFolder(out)  # what is wrong is said before the models are loaded
     folder.claim(own=("work",))
@@ -157,17 +143,14 @@ def distill(
         check_readable(config.sources, data)
 
     pair = models.load(needs_draft=False, full_precision=True)
-
-    from selfjudge.distill.pipeline import distill_draft
-
-    hints = ["on a CPU so many answers take hours; docs/distill.md has a small first try"]
     slow = pair.target.device.type == "cpu" and not config.prompts
+    hints = ["on a CPU so many answers take hours; docs/distill.md has a small first try"] if slow else []
     with Progress(resume="the same command goes on from here") as update:
 
         def notify(stage: str, share: float) -> None:
-            if slow and hints:  # said when work begins, not before a refusal
+            while hints:  # said when work begins, not before a refusal
                 warn(hints.pop())
             update(stage, share)
 
-        result = distill_draft(pair, out, config, data=data, notify=notify)
+        result = distilling.distill_draft(pair, out, config, data=data, notify=notify)
     print_json(result) if as_json else print_text("draft", out=out, **{**result, "target": target})
