@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -138,14 +139,8 @@ class PairOptions(DeviceOptions):
         with Progress(patient=True) as update:
             update(f"loading {self.name}")
             same = {name: getattr(self, name) for name in ("device", "dtype", "draft_dtype", "gpu_memory")}
-            return selfjudge.Pair.load(
-                self.name,
-                self.draft,
-                needs_draft=needs_draft,
-                full_precision=full_precision,
-                progress=update,
-                **options,
-            )
+            load = partial(selfjudge.Pair.load, needs_draft=needs_draft, full_precision=full_precision, progress=update)
+            return load(self.name, self.draft, **same)
 
 
 class AnsweringPair(PairOptions):
