@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from conftest import VOCAB, tiny_head, tiny_model
+from editing import NoToken2x, greedy_under
+from equality import greedy
 from fake_judge import constant_judge
 from families import FAMILIES, family_model
 from kernel_checks import check_all, check_described, check_pass
 from proposals import ARBITRARY, answers_between_captures, check_proposals, cycles, head_logits, prompts_of, requests_of
 from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.capture import capture_cycles
 from selfjudge.decoding.gamma import GammaController
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import (
@@ -295,6 +298,24 @@ def test_rows_that_enter_recorded_batches_get_what_they_would_get_alone(rule: Ac
         for i in {0: [1, 2], 3: [3, 4], 5: [5, 6]}.get(number, ()):
             queue.put(waiting[i])
     assert [tokens[i] for i in range(len(prompts))] == alone
+
+
+def test_edits_act_on_the_buffers_of_captured_cycles() -> None:
+    """Twice, and with other cycles captured in between: they use the same memory between two cycles."""
+    target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16) for s in (1, 2))
+    prompts, limits = prompts_of([4, 40, 7]), [30, 12, 25]
+    expected = [greedy_under(target, p, n, NoToken2x()) for p, n in zip(prompts, limits, strict=True)]
+    plain = greedy(target, prompts[1], limits[1])
+    engines = BatchEngines(make_engine(target.to(CUDA)), make_draft(draft.to(CUDA), target))
+    for _ in range(2):
+        requests = [Request(p, n, edits=(NoToken2x(),)) for p, n in zip(prompts, limits, strict=True)]
+        requests[1] = requests[1]._replace(edits=())
+        tokens: list[list[int]] = [[], [], []]
+        for step in decode(engines, requests, Exact(), gamma=3):
+            for emission in step.emissions:
+                tokens[emission.row] += emission.tokens
+            capture_cycles(engines, Exact(), 2, [1, 2, 4])
+        assert tokens == [expected[0], plain, expected[2]]
 
 
 @pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=lambda r: r.name)

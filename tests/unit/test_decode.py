@@ -366,7 +366,7 @@ def random_limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         tokens = rows + int(random.integers(rows * gamma + 1)) if gamma and engines.target.static else None
         return find(engines, rule, CycleSize(gamma, tokens), **options)  # type: ignore[arg-type]
 
-    def limited(self: Cycle, uniforms: torch.Tensor | None, limits: object = None) -> object:
+    def limited(self: Cycle, uniforms: torch.Tensor | None, limits: object = None, edits: object = ()) -> object:
         if not self.gamma:
             return run_cycle(self, uniforms)
         limits = random.integers(0, self.gamma + 1, len(self.last))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.acceptance import BLOCK_COUNTS, RowBlocks
 from selfjudge.decoding.cycle import CycleOutcome
+from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.gamma import LiveRows
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.draft import BatchEngines
@@ -28,6 +29,7 @@ class Request(NamedTuple):
     structured: bool = False
     """Whether the prompt asks for code or another structure: rules with that guard verify the whole answer exactly."""
     ignore_eos: bool = False  # whether the answer goes on after an end token
+    edits: RowEdits = ()  # what reads or changes the logits of this answer; they are for one request alone
 
 
 @dataclass
@@ -57,14 +59,20 @@ class BatchRows:
     counts: NDArray[np.float64]  # as in `RowBlocks`
     run: NDArray[np.int64]  # as in `RowBlocks`
     endless: NDArray[np.bool_]  # whether end tokens are ignored
+    edits: NDArray[np.object_]  # `RowEdits` of each row
 
     @classmethod
-    def new(cls, numbers: Sequence[int], limits: Sequence[int], gamma: int = -1) -> BatchRows:
+    def new(
+        cls, numbers: Sequence[int], limits: Sequence[int], gamma: int = -1, edits: Sequence[RowEdits] = ()
+    ) -> BatchRows:
         """Rows with these numbers and token limits; idle ones are finished from the start."""
         index = np.array(numbers, np.int64)
-        counts = np.zeros((len(index), BLOCK_COUNTS))
+        counts, objects = np.zeros((len(index), BLOCK_COUNTS)), np.empty(len(index), object)
+        objects.fill(())
+        for row, own in enumerate(edits):
+            objects[row] = own
         limited, chosen, none = np.array(limits, np.int64), np.full_like(index, gamma), np.zeros_like(index)
-        return cls(index, limited, index < 0, chosen, counts, none, none.astype(np.bool_))
+        return cls(index, limited, index < 0, chosen, counts, none, none.astype(np.bool_), objects)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -88,7 +96,7 @@ class BatchRows:
 
     @property
     def _columns(self) -> tuple[NDArray[Any], ...]:
-        return self.index, self.left, self.finished, self.gamma, self.counts, self.run, self.endless
+        return self.index, self.left, self.finished, self.gamma, self.counts, self.run, self.endless, self.edits
 
     @property
     def blocks(self) -> RowBlocks:
@@ -100,6 +108,13 @@ class BatchRows:
         live = ~self.finished
         return LiveRows(RowBlocks(self.counts[live], self.run[live]), self.left[live])
 
+    @property
+    def live_edits(self) -> Sequence[RowEdits]:
+        """The edits of each row, without those of ended ones; empty where no live row has any."""
+        if not self.edits[~self.finished].any():
+            return ()
+        return [() if ended else own for own, ended in zip(self.edits, self.finished, strict=True)]
+
     def emit(self, outcome: CycleOutcome, eos_ids: Collection[int]) -> Sequence[Emission]:
         """Give a cycle's tokens to the live rows, cut at the end token and at their limits."""
         active = np.flatnonzero(~self.finished)
@@ -109,6 +124,9 @@ class BatchRows:
             at_end = np.isin(column, list(eos_ids)) & ~self.endless[active]
             ended = np.where(at_end, 1, np.where(self.left[active] == 0, 2, 0))
             self.finished[active] = ended > 0
+            if self.edits[active].any():
+                for row, token in zip(active.tolist(), column.tolist(), strict=True):
+                    self._advance(row, [token])
             return TokenColumn(self.index[active], column, ended, self.gamma[active])
         bits = np.zeros_like(outcome.accepted) if outcome.guarded is None else outcome.guarded
         columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged, bits)
@@ -116,6 +134,7 @@ class BatchRows:
         emissions = []
         for row, k, next_token, drafts, judged, exact in rows:
             tokens, finish = self._cut(row, [*drafts[:k], next_token], eos_ids)
+            self._advance(row, tokens)
             origins: list[Origin] = ["judge" if by_judge else "draft" for by_judge in judged[:k]]
             origins = [*origins, "target"][: len(tokens)]
             judged_tokens = outcome.judged_tokens(row, len(tokens)) if "judge" in origins else ()
@@ -123,6 +142,10 @@ class BatchRows:
             guarded = (exact & (1 << len(tokens)) - 1).bit_count() if exact else 0
             emissions.append(Emission(number, tuple(tokens), tuple(origins), finish, judged_tokens, gamma, guarded))
         return tuple(emissions)
+
+    def _advance(self, row: int, tokens: Sequence[int]) -> None:
+        for edit in self.edits[row]:
+            edit.advance(tokens)
 
     def _cut(self, row: int, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:
         """The tokens that a row may still emit, and why it ends with them; None if it does not end."""

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfjudge.decoding.edits import RowEdits, VerifiedLogits
 from selfjudge.decoding.guards import GuardedBlock
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
@@ -173,11 +174,14 @@ class Cycle:
         self.output: Output | None = None
         self.block: Block | None = None
         self.guarded: GuardedBlock | None = None
+        self.verified: VerifiedLogits | None = None  # for the edits of rows; None where tokens are shared
         self.packed: Packed | None = None
 
     @torch.no_grad()
-    def run(self, uniforms: Tensor | None, limits: Limits | None = None) -> tuple[Packed, PhaseTimer]:
-        """Start one cycle and return its outcome without waiting for it.
+    def run(
+        self, uniforms: Tensor | None, limits: Limits | None = None, edits: Sequence[RowEdits] = ()
+    ) -> tuple[Packed, PhaseTimer]:
+        """Start one cycle and return its outcome without waiting for it, unless there are `edits` of the rows.
 
         Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are."""
         if self.uniforms is not None and uniforms is not None:
@@ -195,13 +199,18 @@ class Cycle:
         # only static engines set `captured`: it refers back to the cycle, and would keep an eager cycle's logits alive
         if self.target.static and self.captured is None:
             self.capture()
-        self.run_phases(timer)
+        self.run_phases(timer, edits)
         assert self.packed is not None
         return timer.send(self.packed), timer
 
-    def run_phases(self, timer: PhaseTimer) -> None:
-        """Start the four phases, captured or not."""
+    def run_phases(self, timer: PhaseTimer, edits: Sequence[RowEdits] = ()) -> None:
+        """Start the four phases, captured or not; edits of rows act on the host between the second and the third."""
         for name, phase in zip(PHASES, self.captured or self._phases(), strict=True):
+            if edits and name == "judge":
+                if self.verified is None:
+                    raise ValueError("a cycle that shares its tokens takes no edits")
+                with timer("rule"):
+                    self.verified.edit(edits)
             with timer(name):
                 phase()
 
@@ -218,6 +227,7 @@ class Cycle:
         self.captured = self.target.capture(self._phases(), self.state())
         # not read after a capture: later captures reuse this memory, most of the total for large batches
         self.draft_logits = self.output = self.block = self.guarded = None
+        self.verified = self.verified and self.verified.unowned()
 
     def limit(self, limits: Limits) -> None:
         """Verify only the first limits[b] drafts of each row in this cycle. Unless the engine is static, `draft_on` may
@@ -280,6 +290,7 @@ class Cycle:
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
         argmax = argmax_checked(output.logits) if output.argmax is None else output.argmax
+        self.verified = None if self.size.shared else VerifiedLogits(output.logits, argmax, self.drafts, limits)
         if self.guards is not None:
             self.guarded = GuardedBlock(self.guards, self.row_state[:, GUARDS], self.drafts)
         self.block = Block(

@@ -34,6 +34,7 @@ from selfjudge.decoding.cycle import (
     find_cycle,
     is_captured,
 )
+from selfjudge.decoding.edits import apply_edits
 from selfjudge.decoding.gamma import (
     MAX_AUTO_GAMMA,
     GammaController,
@@ -228,7 +229,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
         else:
             number, chunk_read = number + 1, False
             in_flight.append(batch.run(number))
-            if target.static and len(in_flight) < 2:
+            if target.static and len(in_flight) < 2 and not batch.rows.live_edits:
                 continue  # the device works on the next cycle while the host reads this one
         yield batch.finish(in_flight.popleft(), batch.rows)
 
@@ -297,7 +298,10 @@ class _LiveBatch:
         """Emit the first tokens of a group. The engines hold its rows after the live ones and before the idle ones."""
         uniforms = self.random.enter([*(request.seed for request in group.requests), *[0] * idle])
         output, none = group.output, torch.empty(len(group), 0, dtype=torch.long, device=group.device)
+        edits = [request.edits for request in group.requests]
         with group.timer("rule"), torch.no_grad():
+            if any(edits):
+                apply_edits(edits, output.logits)
             row_uniforms = None if uniforms is None else uniforms[: len(group)]
             block = Block(none, output.logits, output.hidden, uniforms=row_uniforms)
             verdict = self.rule(block)
@@ -315,7 +319,7 @@ class _LiveBatch:
             last, before = self.cycle.last[alive, 0], self.cycle.row_state[alive]
             self._begin_cycle(CycleSize(self.cycle.gamma), torch.cat([last, first]), torch.cat([before, state]))
         limits, gamma = [request.max_new_tokens for request in group.requests], -1 if self.controller else self.gamma
-        arrived = BatchRows.new(group.numbers, limits, gamma)
+        arrived = BatchRows.new(group.numbers, limits, gamma, edits)
         arrived.endless[:] = [request.ignore_eos for request in group.requests]
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
@@ -356,6 +360,8 @@ class _LiveBatch:
         elif self.controller is not None:
             drafts = self.controller.choose(len(self.rows), self.plain_cycles, self.rows.live)
             size = self.controller.size(len(self.rows), drafts)
+        if (edits := self.rows.live_edits) and size.shared:
+            size = CycleSize(drafts)
         self.changed = False
         self.plain_cycles = 0 if drafts else self.plain_cycles + 1
         if size != self.cycle.size:
@@ -363,7 +369,7 @@ class _LiveBatch:
         cycle, start = self.cycle, time.perf_counter()
         captures = self.engines.target.static and cycle.captured is None
         limits = np.where(self.rows.finished, 0, size.gamma) if size.shared else gammas
-        packed, timer = cycle.run(self.random.next(cycle.gamma), None if size.tokens is None else limits)
+        packed, timer = cycle.run(self.random.next(cycle.gamma), None if size.tokens is None else limits, edits)
         if captures and isinstance(self.controller, GammaPolicy):
             self.controller.statistics.capture_seconds = time.perf_counter() - start
         return _StartedCycle(number, packed, timer, behind, gammas)

@@ -14,6 +14,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
+from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.guards import asks_for_structure, structure_of
 from selfjudge.decoding.loop import decode, find_statistics, measure_costs
 from selfjudge.decoding.prefill import Prefill
@@ -185,11 +186,14 @@ class Batch:
         streamed: bool = True,
         stop_ids: Collection[int] = (),
         ignore_eos: bool = False,
+        edits: RowEdits = (),
     ) -> Answer:
-        """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token of the model."""
+        """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token of the model.
+
+        `edits` are for this answer alone."""
         streamed = streamed or bool(stop or stop_ids)
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids)
-        request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos)
+        request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos, edits=edits)
         self._queue.put(self._decoding.examine(request))
         self._answers[self._next] = answer
         self._next += 1
