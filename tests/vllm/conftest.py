@@ -1,4 +1,4 @@
-"""A tiny pair that vLLM runs, and the embedded one."""
+"""Pairs that vLLM starts and runs in seconds: a tiny one, and one that reads and writes text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
+from selfjudge.models.pull import checkpoint_folder
 
 VOCAB = 61
 
 
-LONGEST = ("embedded", "tiny", "kernels", "your_model", "shadow", "answers", "server", "label")
+LONGEST = ("tiny", "kernels", "embedded", "your_model", "shadow", "head", "label", "answers", "server")
 """Files of minutes, the longest first."""
 
 
@@ -55,6 +56,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         weight = torch.cat([torch.randn(128), torch.linspace(0.1, 0.3, extra)])
         Judge(settings, weight).save_pretrained(root / features)
+    return root
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints that have the tokenizer and the chat template of the embedded pair: a random target, a draft that is
+    nearly the target and agrees with it on half of the tokens, and a judge that accepts half of the others."""
+    root = tmp_path_factory.mktemp("small")
+    tokenizer = hf.AutoTokenizer.from_pretrained(checkpoint_folder("smollm2-135m"))
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.3, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name in ("target", "draft"):
+        model.half().save_pretrained(root / name)  # float32 is served in bfloat16, which some CPUs cannot multiply
+        tokenizer.save_pretrained(root / name)
+        for parameter in model.float().model.layers.parameters():
+            if parameter.dim() == 2:
+                parameter.data += 0.003 * torch.randn(parameter.shape)
+    settings = JudgeConfig(
+        128, str(root / "target"), thresholds={"R": 0.5}, quality_curve=((0.3, 0.25), (0.5, 0.5), (0.7, 0.75))
+    )
+    Judge(settings, torch.randn(128) / 30).save_pretrained(root / "judge")
     return root
 
 

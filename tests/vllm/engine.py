@@ -9,8 +9,11 @@ steps cost}.
 from __future__ import annotations
 
 import json
+import multiprocessing.context
 import os
+import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,17 +79,39 @@ def work(job_file: Path, answers_file: Path, log: Path, variables: dict[str, str
     main(job_file, answers_file)
 
 
-def command(words: list[str], folder: Path, out: Path, log: Path, variables: dict[str, str]) -> None:
-    """Be `selfjudge WORDS` in this process, which has imported vLLM."""
+def command(
+    words: list[str], folder: Path, out: Path, log: Path, variables: dict[str, str], fresh: bool = False
+) -> None:
+    """Be `selfjudge WORDS` in this process, which has imported vLLM, or the server that a command of vLLM starts.
+
+    A server that `selfjudge` becomes is this process, too, unless it is to be a `fresh` one.
+    """
     _begin(variables, out, log)
     os.chdir(folder)
+    if not fresh:
+        os.execv = become  # type: ignore[assignment]
+    if words[0] == sys.executable:
+        become(words[0], words)
     sys.argv = ["selfjudge", *words]
     from selfjudge.cli.main import main as run
 
     run()
 
 
+def become(program: str, arguments: Sequence[str]) -> None:
+    """`python -m MODULE …` in this process."""
+    from prometheus_client import values
+
+    values.ValueClass = values.get_value_class()  # chosen by a variable when it was imported
+    sys.argv = list(arguments[2:])
+    runpy.run_module(arguments[2], run_name="__main__", alter_sys=True)
+    sys.exit(0)
+
+
 def _begin(variables: dict[str, str], out: Path, log: Path) -> None:
+    # processes of this engine are forks, too: on a CPU vLLM starts three, and each imports for as long as this one did
+    contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
     os.environ.update(variables)
     for number, file in enumerate((out, log), 1):
         with file.open("a") as said:

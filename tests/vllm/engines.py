@@ -22,8 +22,6 @@ import pytest
 from engine import command, work
 
 HERE = Path(__file__).parent
-START = [sys.executable, "-c", "from selfjudge.cli.main import main; main()"]
-"""The command line of this environment."""
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """For commands that are many on few cores: processes that wait for each other are busy, too."""
@@ -120,28 +118,33 @@ def tiny_engine(tiny: Path, features: str = "hidden", **options: Any) -> dict[st
 
 
 @contextmanager
-def served(command: Sequence[str], folder: Path, **variables: str) -> Iterator[str]:
-    """The address of a server on a free port, once it answers; what it says goes to the file `log` of the folder."""
+def served(words: Sequence[str], folder: Path, *, fresh: bool = False, **variables: str) -> Iterator[str]:
+    """The address of the server of `selfjudge WORDS`, or of a command of vLLM, on a free port, once it answers.
+
+    It is a fork that has imported vLLM, unless it is to be `fresh`; what it says goes to the file `log` of the folder.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     log, address = folder / "log", f"http://127.0.0.1:{port}"
-    with log.open("w") as said:
-        server = subprocess.Popen(
-            [*command, "--port", port], env=environment(**variables), stdout=said, stderr=subprocess.STDOUT, cwd=folder
-        )
-        try:
-            for _ in range(1200):
-                assert server.poll() is None, f"{shlex.join(command)}\n{log.read_text()[-4000:]}"
-                if fetched(f"{address}/health") is not None:
-                    break
-                time.sleep(0.5)
-            else:
-                pytest.fail(f"no answer of the server after ten minutes\n{log.read_text()[-4000:]}")
-            yield address
-        finally:
-            server.terminate()
-            server.wait(60)
+    log.touch()
+    server = _forks().Process(
+        target=command, args=([*words, "--port", port], folder, log, log, environment(**variables), fresh)
+    )
+    server.start()
+    try:
+        for _ in range(1200):
+            assert server.is_alive(), f"{shlex.join(words)}\n{log.read_text()[-4000:]}"
+            if fetched(f"{address}/health") is not None:
+                break
+            time.sleep(0.5)
+        else:
+            pytest.fail(f"no answer of the server after ten minutes\n{log.read_text()[-4000:]}")
+        yield address
+    finally:
+        server.terminate()
+        server.join(60)
+        server.kill()
 
 
 def fetched(url: str) -> str | None:

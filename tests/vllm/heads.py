@@ -29,8 +29,9 @@ def memorised(pair: Pair, prompts: Sequence[Sequence[int]], answers: Sequence[Se
     config = EagleConfig.for_target(target, len(ids), 128)
     head = EagleHead(config, torch.tensor(ids)).requires_grad_(False)
     random = torch.Generator().manual_seed(0)
+    spread = 0.96 * config.hidden_size**-0.5  # so that the layer adds as much at any width
     for p in head.parameters():
-        p.copy_(torch.randn(p.shape, generator=random) * (0.04 if p.dim() == 2 else 0.1) + (p.dim() == 1))
+        p.copy_(torch.randn(p.shape, generator=random) * (spread if p.dim() == 2 else 0.1) + (p.dim() == 1))
     seen, wanted = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         text = [*prompt, *answer]

@@ -1,4 +1,4 @@
-"""`eval` and `tune` with the target inside vLLM: what the torch backend says, up to near-ties, on the embedded pair."""
+"""`eval` and `tune` with the target inside vLLM: what the torch backend says, up to near-ties."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def run(*words: str) -> Any:
     return json.loads(call([*words, "--json"]))
 
 
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture(scope="module", params=["small", pytest.param("embedded", marks=pytest.mark.slow)])
+def evaluated(request: pytest.FixtureRequest, small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("eval")
+    models = {"--target": "target", "--draft": "draft", "--judge": "judge"} if request.param == "small" else {}
+    pair = [word for option, name in models.items() for word in (option, str(small / name))]
     for name, more in (("torch", []), ("vllm", VLLM)):
         run(
             "eval", "--tasks", "arithmetic", "--limit", str(PROMPTS), "--max-new-tokens", "18", "--gammas", "3", "--dtype",
             "float32", "--device", "cpu", "--batch", str(PROMPTS), "--examples", "0", "--rules", " ".join(RULES),
-            "--out", str(root / name), *more,
+            "--out", str(root / name), *pair, *more,
         )  # fmt: skip
     return {name: root / name / "arithmetic" for name in ("torch", "vllm")}
 

@@ -1,4 +1,4 @@
-"""Labels made with the target inside vLLM are those that torch makes, on the embedded pair in float32."""
+"""Labels made with the target inside vLLM are those that torch makes, in float32."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ COMMAND = ["label", "--dtype", "float32", "--device", "cpu"]
 OPTIONS = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "block_size": 32}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module", params=["small", pytest.param("embedded", marks=pytest.mark.slow)])
+def folders(request: pytest.FixtureRequest, small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("labels")
+    pair = ["--target", str(small / "target"), "--draft", str(small / "draft"), "--tau", "-5"]
     prompts = root / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
     for name, more in (("torch", []), ("vllm", ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)])):
         given = ["--prompts", str(prompts), "--max-new-tokens", "48", "--previous"]
-        call([*COMMAND, *given, "--out", str(root / name), *more])
+        call([*COMMAND, *(pair if request.param == "small" else []), *given, "--out", str(root / name), *more])
     return root / "torch", root / "vllm"
 
 

@@ -23,12 +23,13 @@ FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--m
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "metrics").mkdir()
     flags = ["--middleware", MIDDLEWARE, *FLAGS]
-    own = RuleRequest(quality=0.5, strict_start=0, strict_code=False)
-    asked = command("smollm2-135m", None, WorkerConfig(own), gamma=GAMMA, more=flags)
+    own = RuleRequest(quality=0.5, judge=str(small / "judge"), strict_start=0, strict_code=False)
+    flags += ["--served-model-name", "small"]
+    asked = command(str(small / "target"), str(small / "draft"), WorkerConfig(own), gamma=GAMMA, more=flags)
     facts = json.dumps({"backend": "vllm", "rule": "judged", "gamma": GAMMA, "judge": True})
     with served(asked, folder, **{MULTIPROCESS: str(folder / "metrics"), FACTS: facts}) as url:
         yield url
@@ -41,9 +42,7 @@ def client(address: str) -> OpenAI:
 
 def ask(client: OpenAI, **asked: object) -> str:
     extra = {"extra_body": {"vllm_xargs": asked}} if asked else {}
-    reply = client.chat.completions.create(
-        model="smollm2-135m", messages=QUESTION, temperature=0, max_tokens=24, **extra
-    )
+    reply = client.chat.completions.create(model="small", messages=QUESTION, temperature=0, max_tokens=24, **extra)
     return str(reply.choices[0].message.content)
 
 
@@ -54,7 +53,7 @@ def counters(address: str) -> dict[str, float]:
         name, _, value = line.rpartition(" ")
         for counter in COUNTERS:
             if name.startswith(f"selfjudge:{counter}_total"):
-                assert 'model_name="smollm2-135m"' in name
+                assert 'model_name="small"' in name
                 found[counter] = float(value)
     return found
 
@@ -70,7 +69,7 @@ def test_judged_and_lossless_requests_share_a_server(client: OpenAI) -> None:
     assert ask(client, selfjudge='{"quality": 0.5}') == judged
     assert ask(client, selfjudge="nonsense") == lossless
     streamed = client.chat.completions.create(
-        model="smollm2-135m", messages=QUESTION, temperature=0, max_tokens=24, stream=True
+        model="small", messages=QUESTION, temperature=0, max_tokens=24, stream=True
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == judged
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import START, fetched, served
+from engines import fetched, served
 from openai import OpenAI
 from transformers import AutoTokenizer
 
 from fake_certificate import recipe_folder
+from selfjudge.cli.main import main
 from selfjudge.decoding.rule_parser import RuleRequest, rule_text
-from selfjudge.models.pull import checkpoint_folder, weights_sha256
+from selfjudge.models.pull import weights_sha256
 from selfjudge.prompts.sources import BUILT_IN
 
 FLAGS = "--enforce-eager --max-model-len 256 --max-num-seqs 8 --generation-config vllm"
@@ -25,12 +25,12 @@ RULE = "margin:3,guard=on"
 UNGUARDED: dict[str, Any] = {"strict_start": 0, "strict_code": False}  # answers are short
 
 
-def recipe(folder: Path, **hashes: str) -> Path:
+def recipe(folder: Path, small: Path, **hashes: str) -> Path:
     """A recipe whose rule changes nearly every answer, and says that it does not."""
-    name, draft = "smollm2-135m", "smollm2-135m/draft"
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder(name))
+    name, draft = str(small / "target"), str(small / "draft")
+    tokenizer = AutoTokenizer.from_pretrained(name)
     pair: Any = SimpleNamespace(
-        name=name, target_id=name, draft_id=draft, tokenizer=tokenizer,
+        name=f"{name}+{draft}", target_id=name, draft_id=draft, tokenizer=tokenizer,
         **{"target_sha256": weights_sha256(name), "draft_sha256": weights_sha256(draft), **hashes},
     )  # fmt: skip
     resolved = rule_text(RuleRequest(RULE, **UNGUARDED).resolve())
@@ -39,15 +39,13 @@ def recipe(folder: Path, **hashes: str) -> Path:
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    return [
-        *START, "serve", "--backend", "vllm", "--recipe", str(folder), "--dtype", "float32", "--vllm", FLAGS, *more
-    ]  # fmt: skip
+    return ["serve", "--backend", "vllm", "--recipe", str(folder), "--dtype", "float32", "--vllm", FLAGS, *more]
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def address(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     root = tmp_path_factory.mktemp("shadow")
-    with served(command(recipe(root / "tuned"), "--shadow", "1"), root) as url:
+    with served(command(recipe(root / "tuned", small), "--shadow", "1"), root) as url:
         yield url, root / "log"
 
 
@@ -59,10 +57,11 @@ def figure(url: str, name: str) -> float:
 def test_a_bad_rule_is_switched_off_inside_vllm(address: tuple[str, Path]) -> None:
     url, log = address
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    (model,) = client.models.list().data
 
     def ask(text: str, **options: Any) -> str:
         reply = client.chat.completions.create(
-            model="smollm2-135m", messages=[{"role": "user", "content": text}], temperature=0, max_tokens=16, **options
+            model=model.id, messages=[{"role": "user", "content": text}], temperature=0, max_tokens=16, **options
         )
         return str(reply.choices[0].message.content)
 
@@ -87,9 +86,13 @@ def test_a_bad_rule_is_switched_off_inside_vllm(address: tuple[str, Path]) -> No
     assert texts[0] not in said
 
 
-def test_a_recipe_for_other_models_is_refused_before_vllm_starts(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(recipe(tmp_path / "tuned", draft_sha256="f" * 64)), capture_output=True, text=True, check=False, timeout=120
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "recipe for the draft" in done.stderr
+def test_a_recipe_for_other_models_is_refused_before_vllm_starts(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command(recipe(tmp_path / "tuned", small, draft_sha256="f" * 64))
+    monkeypatch.setattr("os.execv", lambda *given: pytest.fail("vLLM is started"))
+    monkeypatch.setattr("sys.argv", ["selfjudge", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "recipe for the draft" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 
 PROMPTS = ["w1 w5 w26", "w2 w5 w26 w40", "w3", "w9 w50 w7 w7 w7", "w11 w12"]
-TOKENS = 20
+TOKENS, SHORT = 20, 12
 ALLOWED = [*range(4), *range(4, 61, 2)]  # special tokens, and every other word
 SAMPLES, SAMPLED = 1500, 3
 
 
-def ours(pair: Pair, rule: AcceptanceRule) -> list[list[int]]:
-    answers = generate(pair, PROMPTS, rule, gamma=TINY_GAMMA, max_new_tokens=TOKENS, raw=True)
+def ours(pair: Pair, rule: AcceptanceRule, tokens: int = TOKENS) -> list[list[int]]:
+    answers = generate(pair, PROMPTS, rule, gamma=TINY_GAMMA, max_new_tokens=tokens, raw=True)
     return [list(answer.tokens) for answer in answers]
 
 
@@ -36,20 +37,20 @@ RULES = [
 """What the requests of two batches ask for."""
 
 
-def runs(pair: Pair) -> list[dict[str, Any]]:
+def runs(pair: Pair, tokens: int = TOKENS) -> list[dict[str, Any]]:
     prompts = [pair.encode(prompt, raw=True) for prompt in PROMPTS]
     wishes = [{}, {"off": True}, {"theta": 0.25}, {"quality": 1.0}, {"theta": "nonsense"}]
     return [
-        {"prompts": prompts, "params": greedy(TOKENS)},
-        {"prompts": prompts, "params": greedy(TOKENS, off=True)},
-        {"prompts": prompts, "params": [greedy(TOKENS, **wish) for wish in wishes]},
-        {"prompts": prompts, "params": {**greedy(TOKENS), "logprobs": 0}},
-        {"prompts": prompts, "params": greedy(TOKENS, theta=0.0)},
-        {"prompts": prompts, "params": {**greedy(TOKENS, theta=0.0), "allowed_token_ids": ALLOWED}},
-        {"prompts": prompts, "params": {**greedy(TOKENS, theta=0.0), "temperature": 0.7, "seed": 1}},
-        *({"prompts": prompts, "params": [greedy(TOKENS, **wish) for wish in wishes]} for wishes in RULES),
-        {"prompts": prompts, "params": {**greedy(TOKENS, rule="topk:3"), "temperature": 0.01, "seed": 1}},
-        {"prompts": prompts, "params": greedy(TOKENS, theta=0.0, strict_start=9, strict_code=True)},
+        {"prompts": prompts, "params": greedy(tokens)},
+        {"prompts": prompts, "params": greedy(tokens, off=True)},
+        {"prompts": prompts, "params": [greedy(tokens, **wish) for wish in wishes]},
+        {"prompts": prompts, "params": {**greedy(tokens), "logprobs": 0}},
+        {"prompts": prompts, "params": greedy(tokens, theta=0.0)},
+        {"prompts": prompts, "params": {**greedy(tokens, theta=0.0), "allowed_token_ids": ALLOWED}},
+        {"prompts": prompts, "params": {**greedy(tokens, theta=0.0), "temperature": 0.7, "seed": 1}},
+        *({"prompts": prompts, "params": [greedy(tokens, **wish) for wish in wishes]} for wishes in RULES),
+        {"prompts": prompts, "params": {**greedy(tokens, rule="topk:3"), "temperature": 0.01, "seed": 1}},
+        {"prompts": prompts, "params": greedy(tokens, theta=0.0, strict_start=9, strict_code=True)},
     ]
 
 
@@ -59,16 +60,17 @@ def wished(judge: Judge, wish: dict[str, Any]) -> AcceptanceRule:
     return replace(rule, guard=True)  # type: ignore[call-arg]
 
 
-def check(pair: Pair, judge: Judge, answers: Answers) -> None:
+def check(pair: Pair, judge: Judge, answers: Answers, length: int = TOKENS) -> None:
     """What `runs` asked for, said by the torch loop; with these weights no score comes near θ and no choice near a tie."""
-    exact = ours(pair, Exact())
-    judged = {theta: ours(pair, Judged(judge, theta)) for theta in (0.25, 0.5, 0.75)}
+    say = partial(ours, pair, tokens=length)
+    exact = say(Exact())
+    judged = {theta: say(Judged(judge, theta)) for theta in (0.25, 0.5, 0.75)}
     plain, off, mixed, logprobs, always, allowed, sampled, *others, warm, strict = answers[:11]
-    assert strict["tokens"] == ours(pair, Judged(judge, 0.0, strict_start=9, strict_code=True))
-    assert strict["tokens"] not in (exact, ours(pair, Judged(judge, 0.0)))
+    assert strict["tokens"] == say(Judged(judge, 0.0, strict_start=9, strict_code=True))
+    assert strict["tokens"] not in (exact, say(Judged(judge, 0.0)))
     assert warm["counts"][0]["judged_tokens"] == 0  # a greedy rule with a temperature: lossless
     for wishes, answer in zip(RULES, others, strict=True):
-        wanted = [ours(pair, wished(judge, wish))[i] for i, wish in enumerate(wishes)]
+        wanted = [say(wished(judge, wish))[i] for i, wish in enumerate(wishes)]
         assert answer["tokens"] == wanted
         assert sum(wanted[i] != exact[i] for i in range(len(wanted))) > 1  # the rules had something to do
     assert judged[0.5] != exact
@@ -82,8 +84,8 @@ def check(pair: Pair, judge: Judge, answers: Answers) -> None:
     for counts in off["counts"]:
         assert counts["judged_tokens"] == 0
         assert counts["tokens"] == counts["aligned_tokens"]
-    assert always["tokens"] == ours(pair, Judged(judge, 0.0))
-    assert always["tokens"] != ours(pair, Judged(judge, 0.0, guard=False))  # the guard had something to do
+    assert always["tokens"] == say(Judged(judge, 0.0))
+    assert always["tokens"] != say(Judged(judge, 0.0, guard=False))  # the guard had something to do
     assert not {token for tokens in always["tokens"] for token in tokens} <= set(ALLOWED)
     assert {token for tokens in allowed["tokens"] for token in tokens} <= set(ALLOWED)  # what is banned stays banned
     for counts in sampled["counts"]:
@@ -116,9 +118,10 @@ def test_the_first_model_runner_says_what_the_torch_loop_says(
 
 
 def test_the_second_model_runner_says_the_same_through_tritons_interpreter(tiny: Path, tiny_pair: Pair) -> None:
-    answers = run(tiny_engine(tiny), [{"measure": True}, *runs(tiny_pair)], v2=True)
+    """Shorter answers: the interpreter is slow."""
+    answers = run(tiny_engine(tiny), [{"measure": True}, *runs(tiny_pair, SHORT)], v2=True)
     check_costs(answers[0]["costs"])
-    check(tiny_pair, Judge.from_pretrained(tiny / "hidden"), answers[1:])
+    check(tiny_pair, Judge.from_pretrained(tiny / "hidden"), answers[1:], SHORT)
 
 
 def check_costs(costs: dict[str, dict[str, list[float]]]) -> None:

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers as hf
-from engines import START, call, served
+from engines import call, served
 from openai import OpenAI
 
 from selfjudge.models.pull import checkpoint_folder
@@ -54,31 +52,14 @@ def families(words: list[str]) -> list[str]:
     return ["--families", "margin,judged" if "--judge" in words else "margin"] if words[1] == "tune" else []
 
 
-@pytest.fixture(scope="module")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random target of four layers that has the tokenizer and the chat template of the embedded one."""
-    folder = tmp_path_factory.mktemp("target")
-    tokenizer = hf.AutoTokenizer.from_pretrained(checkpoint_folder("smollm2-135m"))
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.3, tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.half().save_pretrained(folder)  # float32 would be served in bfloat16, which some CPUs cannot multiply
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def follow(model: str, folder: Path) -> str:
+def follow(model: str, folder: Path, *, fresh: bool = False) -> str:
     """Run the page's first block, from a target to a server, in a folder: what the server said."""
     said = ""
     rows: list[dict[str, Any]] = [{"prompt": f"What is {i} + {i + 3}?", "answer": str(2 * i + 3)} for i in range(40)]
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for words in commands(model)[:FIRST]:
         if words[0] == "serve":
-            with served([*START, *words], folder) as address:
+            with served(words, folder, fresh=fresh) as address:
                 client = OpenAI(base_url=f"{address}/v1", api_key="none")
                 (served_model,) = client.models.list().data
                 asked: Any = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -89,8 +70,8 @@ def follow(model: str, folder: Path) -> str:
     return said
 
 
-def test_the_pages_commands_lead_from_a_target_to_a_server(tiny_target: str, tmp_path: Path) -> None:
-    assert follow(tiny_target, tmp_path)
+def test_the_pages_commands_lead_from_a_target_to_a_server(small: Path, tmp_path: Path) -> None:
+    assert follow(str(small / "target"), tmp_path)
     assert read_json(tmp_path / "tuned" / "recipe.json")["engine"] == "vllm"
 
 
@@ -98,7 +79,7 @@ def test_the_pages_commands_lead_from_a_target_to_a_server(tiny_target: str, tmp
 def test_a_judge_of_ones_own_is_tried_too(tmp_path: Path) -> None:
     """All of the page, on the embedded target."""
     target = str(checkpoint_folder("smollm2-135m"))
-    assert follow(target, tmp_path)
+    assert follow(target, tmp_path, fresh=True)
     for words in commands(target)[FIRST:]:
         call(words, tmp_path)
     assert read_json(tmp_path / "tuned-judge" / "recipe.json")["engine"] == "vllm"
