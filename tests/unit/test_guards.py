@@ -28,7 +28,7 @@ from selfjudge.integrations.vllm.plan import DraftRows
 from selfjudge.types import Block
 
 PIECES = ["a", " b", "\n", "```", "`", "``", "```py\n", "\n\n", "{", '"k": 1', "}", "|", " | ", "<t>", "[", "]", "{\n",
-          "- ", "``x", "\n```\n", "[1, 2]", "[x]", "\n{", " ", "7"]  # fmt: skip
+          "- ", "``x", "\n```\n", "[1, 2]", "[x]", "\n{", " ", "7", "~~~\n", "\n~~", "~", '{"a"', "---|"]  # fmt: skip
 TEXTS = ["w" if i % 8 else PIECES[i // 8 % len(PIECES)] for i in range(VOCAB)]
 """Texts of the tiny models' tokens: some have to do with structure."""
 TABLE = StructureTable(TEXTS)
@@ -37,7 +37,7 @@ TABLE = StructureTable(TEXTS)
 def state_of(written: str, state: int = LINE) -> int:
     """The state after a text, one character at a time."""
     kinds = {character: kind for kind, members in enumerate(g._CLASSES) for character in members}
-    return reduce(lambda before, character: g._step(before, kinds.get(character, 7)), written, state)
+    return reduce(lambda before, character: g._step(before, kinds.get(character, len(g._CLASSES))), written, state)
 
 
 def exact_part(written: str) -> str:
@@ -59,6 +59,15 @@ def exact_part(written: str) -> str:
         ("[1, 2]\nSo", ", 2]\nS"),
         ("<tool_call>\n{}\n</tool_call>\nSo", "tool_call>\n}\n</tool_call>\n"),
         ("1 < 2 and {3}", ""),
+        ("So:\n~~~py\n```\nx\n~~~\nThen ~~y~~", "py\n```\nx\n~~~\n"),  # its own marks alone close a fence
+        ("~~old~~ and sooo~~~ nice\n`~~~`", ""),
+        ('It is {"a": [1]} or so\nDone', 'a": [1]} or so\nD'),
+        ('Take:{\n  "a": 1,\n  "b": 2\n}\nDone', 'a": 1,\n  "b": 2\n}\nD'),
+        ("Tags: [ 'x', 'y' ]", "x', 'y' ]"),
+        ("[ 1, 2 ]\nSo", ", 2 ]\nS"),
+        ("So \\[\n5 = x\n\\] and {x | 1 < x} of [3]", ""),
+        ("a | b\n:--|---\n1 | 2\n3 | 4\n\nSo | it", "---\n1 | 2\n3 | 4\n\n"),
+        ("- one\n---\n-1 | 2", ""),
     ],
 )
 def test_structure_is_found_in_the_text(answer: str, exact: str) -> None:
@@ -95,7 +104,7 @@ def test_pieces_of_real_vocabularies() -> None:
     "prompt",
     ["Write a function to find the shared elements of two lists.", "Answer in JSON.", "Return a table of the results",
      "What is wrong here?\n```\nx\n```", "def f(x):\n", "Fix this: SELECT a FROM b", "how do I read a CSV in Python?",
-     "Give me a bash script that counts files", '<tools>[{"name": "weather"}]</tools>'],
+     "Give me a bash script that counts files", "Can you code a snake game?", "code me a parser", "Please script it.", '<tools>[{"name": "weather"}]</tools>'],
 )  # fmt: skip
 def test_prompts_that_ask_for_structure(prompt: str) -> None:
     assert g.asks_for_structure(prompt)
@@ -104,7 +113,8 @@ def test_prompts_that_ask_for_structure(prompt: str) -> None:
 @pytest.mark.parametrize(
     "prompt",
     ["Why is the sky blue?", "What is the function of the heart?", "Which class of animals lays eggs?",
-     "Tom has 3 apples. How many are left?", "Summarise: the program began in 1990.", "Please select one from the list"],
+     "Tom has 3 apples. How many are left?", "Summarise: the program began in 1990.", "Please select one from the list",
+     "What does this code mean to the spies?", "Which area code is it?", "Tell me the dress code", "Can a program end?"],
 )  # fmt: skip
 def test_prompts_that_ask_for_prose(prompt: str) -> None:
     assert not g.asks_for_structure(prompt)

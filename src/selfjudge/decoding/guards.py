@@ -26,16 +26,23 @@ else:
 
 STRICT_START, STRICT_CODE = 16, True  # the guards of relaxed rules where nobody names others
 
-STATES = 14
-(LINE, TEXT, TICK, TICKS, CODE_LINE, CODE, CODE_TICK, CODE_TICKS, CLOSE, REST, BRACKET, JSON, JSON_LINE, ALWAYS) = (
-    range(STATES)
-)
-"""States: at the start of a line, and within; one and two backticks; the same four inside a fence; after three there,
-which close it if nothing but white space follows; the rest of a line that is a table's or a tag's; after `[`; in JSON,
-and at the start of its lines; all of an answer."""
-EXACT_STATES = (CODE_LINE, CODE, CODE_TICK, CODE_TICKS, CLOSE, REST, JSON, JSON_LINE, ALWAYS)
-_CLASSES = ("\n", " \t\r", "`", "|<", "{", "[", '}]",-0123456789')  # kinds of characters; the last kind is all others
-_NEWLINE, _SPACE, _TICK, _BAR, _BRACE, _SQUARE, _DATA, _OTHER = range(8)
+(
+    LINE, TEXT, REST, BRACKET, OPENED, JSON, JSON_LINE, DASHES, TABLE, TABLE_LINE, ALWAYS,
+    TICK, TICKS, CODE_LINE, CODE, CODE_TICK, CODE_TICKS, CLOSE,
+) = range(18)  # fmt: skip
+"""States: at the start of a line, and within; the rest of a line that is a table's or a tag's; after `[` at the start
+of a line; after `{` or `[` within; in JSON, and at the start of its lines; in a line of dashes; in a table under such a
+line, and at the start of its lines; all of an answer. Then those of fences: one and two backticks; at the start of a
+line of code, and within; one and two backticks there; three, which close the fence if white space alone follows."""
+TILDES = CLOSE + 1 - TICK  # added to the states of fences where they are of tildes
+STATES = CLOSE + 1 + TILDES
+EXACT_STATES = (
+    REST, JSON, JSON_LINE, TABLE, TABLE_LINE, ALWAYS,
+    *(state + shift for shift in (0, TILDES) for state in (CODE_LINE, CODE, CODE_TICK, CODE_TICKS, CLOSE)),
+)  # fmt: skip
+_CLASSES = ("\n", " \t\r", "`", "~", "|", "<", "{", "[", "\"'", "-:", "}],0123456789")  # kinds; the last is all others
+_NEWLINE, _SPACE, _TICK, _TILDE, _BAR, _ANGLE, _BRACE, _SQUARE, _QUOTE, _DASH, _DATA, _OTHER = range(12)
+_JSON_BEGINS = (_BRACE, _SQUARE, _QUOTE, _DASH, _DATA)
 _PIECES = str.maketrans("ĠĊĉč▁", " \n\t\r ")  # how byte-level and sentencepiece vocabularies write white space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _WORDS = re.compile(f"[^{re.escape(''.join(_CLASSES))}]+")
@@ -46,10 +53,12 @@ _SHOWN = (
 )
 _VERBS = "write|writing|implement|create|complete|fix|debug|refactor|develop|design|generate|provide|give|show"
 _CODE = "code|function|program|script|class|method|query|regex|regular expression|algorithm|unit tests?|snippet"
+_TO_CODE = r"(^\s*|\b(can|could|please|you|me|to) )(code|program|script) (an?|me|up|it|this|some)\b"
 _WAYS = "in|as|into|to|return|output|using|with|valid|an?|the following|write|generate|create"
 _FORMATS = r"json|yaml|xml|csv|html|css|sql|table|python|javascript|java|c\+\+|rust|bash"
 _PROMPTS = re.compile(
-    rf"{_SHOWN}|\b({_VERBS})\b[^.?!\n]{{0,60}}\b({_CODE})\b|\b({_WAYS})\b[^.?!\n]{{0,24}}\b({_FORMATS})(?!\w)",
+    rf"{_SHOWN}|{_TO_CODE}|\b({_VERBS})\b[^.?!\n]{{0,60}}\b({_CODE})\b"
+    rf"|\b({_WAYS})\b[^.?!\n]{{0,24}}\b({_FORMATS})(?!\w)",
     re.IGNORECASE | re.MULTILINE,
 )
 
@@ -61,25 +70,43 @@ def asks_for_structure(prompt: str) -> bool:
 
 def _step(state: int, kind: int) -> int:
     """The state after one character."""
+    if state > CLOSE or (kind == _TILDE and state in (LINE, JSON_LINE)):  # a fence of tildes is one of backticks
+        after = _step(state - TILDES if state > CLOSE else LINE, {_TICK: _OTHER, _TILDE: _TICK}.get(kind, kind))
+        return after + TILDES if after >= TICK else after
     if state == ALWAYS:
         return ALWAYS
+    if state >= CODE_LINE:
+        return _step_in_code(state, kind)
     if kind == _NEWLINE:
-        lines = {JSON: JSON_LINE, BRACKET: JSON_LINE}
-        return CODE_LINE if CODE_LINE <= state <= CODE_TICKS else lines.get(state, LINE)
-    if kind == _TICK and state not in (CODE, REST, JSON):
-        ticks = {TICK: TICKS, TICKS: CODE, CODE_LINE: CODE_TICK, CODE_TICK: CODE_TICKS, CODE_TICKS: CLOSE, CLOSE: CLOSE}
-        return ticks.get(state, TICK)
-    if kind == _SPACE and state in (LINE, CODE_LINE, CLOSE, JSON_LINE):
+        return {JSON: JSON_LINE, BRACKET: JSON_LINE, TABLE: TABLE_LINE, OPENED: OPENED}.get(state, LINE)
+    if state in (REST, JSON):
         return state
-    if CODE_LINE <= state <= CLOSE:
-        return CODE
-    if state == BRACKET:
-        return JSON if kind in (_BRACE, _SQUARE, _DATA) else TEXT
-    if state == JSON_LINE and kind in (_BRACE, _SQUARE, _DATA):
+    if state in (TABLE, TABLE_LINE):
+        return TABLE
+    if kind == _TICK:
+        return {TICK: TICKS, TICKS: CODE}.get(state, TICK)
+    if kind == _SPACE and state in (LINE, JSON_LINE, BRACKET, OPENED, DASHES):
+        return state
+    if state == JSON_LINE and kind in _JSON_BEGINS:
         return JSON
     if state in (LINE, JSON_LINE):
-        return {_BAR: REST, _BRACE: JSON, _SQUARE: BRACKET}.get(kind, TEXT)
-    return state if state in (REST, JSON) else TEXT
+        return {_BAR: REST, _ANGLE: REST, _BRACE: JSON, _SQUARE: BRACKET, _DASH: DASHES}.get(kind, TEXT)
+    if state == BRACKET:
+        return JSON if kind in _JSON_BEGINS else TEXT
+    if state == DASHES:
+        return {_DASH: DASHES, _BAR: TABLE}.get(kind, TEXT)
+    if kind in (_BRACE, _SQUARE):
+        return OPENED
+    return JSON if state == OPENED and kind == _QUOTE else TEXT
+
+
+def _step_in_code(state: int, kind: int) -> int:
+    """The same inside a fence."""
+    if kind == _NEWLINE:
+        return LINE if state == CLOSE else CODE_LINE
+    if kind == _TICK and state != CODE:
+        return {CODE_LINE: CODE_TICK, CODE_TICK: CODE_TICKS}.get(state, CLOSE)
+    return state if kind == _SPACE and state in (CODE_LINE, CLOSE) else CODE
 
 
 class StructureTable:
