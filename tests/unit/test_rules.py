@@ -348,10 +348,14 @@ def test_a_request_completed_by_the_own_one_of_a_server() -> None:
     looser = RuleRequest(strict_start=0, strict_code=False).inherit(named)
     assert str(looser) == "judged:theta=q0.9,confirm=1,strict_start=0,strict_code=False"
     assert str(RuleRequest(strict_start=2).inherit(named)) == (
-        "judged:theta=q0.9,confirm=1,strict_code=True,strict_start=2"
+        "judged:theta=q0.9,confirm=1,strict_start=2,strict_code=True"
     )
-    assert str(RuleRequest(theta=0.3).inherit(named)) == ("judged:confirm=1,strict_start=16,strict_code=True,theta=0.3")
-    assert RuleRequest().inherit(named) == named
+    assert str(RuleRequest(theta=0.3).inherit(named)) == ("judged:confirm=1,theta=0.3,strict_start=16,strict_code=True")
+    assert str(RuleRequest().inherit(named)) == named.rule
+    strict = RuleRequest("margin:0.5,strict_start=4")
+    assert str(RuleRequest("topk:3").inherit(strict)) == "topk:3,strict_start=4"
+    assert str(RuleRequest("topk:3,strict_start=1").inherit(strict)) == "topk:3,strict_start=1"
+    assert str(RuleRequest(rule="topk:3", strict_start=2).inherit(strict)) == "topk:3,strict_start=2"
     with pytest.raises(SelfJudgeError, match="does not use a judge"):
         RuleRequest(theta=0.3).inherit(margin)
 

@@ -299,6 +299,27 @@ def test_vllm_requests_that_cannot_be_compared_pass_untouched(recipe: Path, monk
     assert len(nobody.app.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("request_", "structured"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Write a function."}]}]}, 1),
+        ({"messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function", "name": "f"}]}, 1),
+        ({"prompt": ["Write a program."]}, 1),
+        ({"prompt": "Answer in JSON."}, 1),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}, {"text": "Hi"}]}, 3]}, 0),
+        ({"prompt": [1, 2]}, 0),
+        ({"messages": 5}, 0),
+    ],
+)
+def test_the_kind_of_a_request_is_seen_in_all_its_parts(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any], structured: float
+) -> None:
+    front, noticed = Front(recipe, monkeypatch, share=0.0), []
+    monkeypatch.setattr(front.layer.shadow, "notice", noticed.append)
+    asyncio.run(front.post(**{"messages": None, **request_}))
+    assert noticed == [{"structured": structured}]
+
+
 def test_the_middleware_wants_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", "[]", '{"folder": 1}'):
         monkeypatch.setenv(middleware.VARIABLE, value)

@@ -234,6 +234,32 @@ def test_serve_says_which_gamma_it_takes(
     assert "`load` goes with --recipe or --backend vllm" in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    ("certified", "asked", "taken", "said"),
+    [
+        ("float32", [], ["--dtype", "float32"], ""),
+        ("float16", ["--dtype", "bfloat16"], ["--dtype", "bfloat16"], "with float16, this is bfloat16: not covered"),
+        ("q4", [], [], "with q4, this is the checkpoint's: not covered by it"),
+    ],
+)
+def test_vllm_takes_the_dtype_of_a_recipe(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, str], tmp_path: Path, certified: str, asked: list[str],
+    taken: list[str], said: str,
+) -> None:  # fmt: skip
+    called: list[str] = []
+    monkeypatch.setattr("selfjudge.integrations.vllm.serve.main", called.extend)
+    for variable in (VARIABLE, FACTS):
+        monkeypatch.setenv(variable, "")
+    pair = Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
+    folder = recipe_folder(tmp_path / "tuned", pair, engine="vllm", dtype=certified)
+    done = CliRunner().invoke(app, ["serve", "--backend", "vllm", "--recipe", str(folder), *asked])
+    assert done.exit_code == 0, done.output
+    given = called[called.index("--dtype") :][:2] if "--dtype" in called else []
+    assert given == taken
+    assert said in done.output
+    assert said or "not covered" not in done.output
+
+
 def test_a_recipe_of_plain_decoding_is_not_for_the_worker(tiny_pair: Pair, tmp_path: Path) -> None:
     folder = recipe_folder(tmp_path / "plain", tiny_pair, rule="exact", certified=False, gamma=0)
     done = CliRunner().invoke(app, ["serve", "--backend", "vllm", "--recipe", str(folder)])

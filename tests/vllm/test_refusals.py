@@ -73,6 +73,7 @@ def put(where: str, name: str, value: Any) -> Callable[[Any, pytest.MonkeyPatch]
         (put("model_config", "logprobs_mode", "processed_logprobs"), "processed_logprobs, which would show its mark"),
         (put("", "lora_config", object()), "LoRA adapters, which change the target"),
         (put("", "watermark_config", object()), "watermarks"),
+        (put("model_config", "skip_tokenizer_init", True), "--skip-tokenizer-init: what the guards look for is not"),
         (put("", "additional_config", {"selfjudge": {"rule": "judged"}}), "does not know its judge"),
         (put("", "additional_config", {"selfjudge": {"rule": "fly"}}), "fly with window 6 needs `gamma` > 6, not 3"),
         (put("", "additional_config", {"selfjudge": {"rule": "topk", "price": 0.1}}), "rule 'topk' has no price"),

@@ -48,6 +48,7 @@ FIGURES = (
 """What `--json` prints of a generation as it is."""
 STREAMED = ("max_new_tokens", "stop", "seed", "raw", "engine")  # fields of `DecodeOptions` that are options of `stream`
 SHARED = ("default_rule", "name", "api_key", "allowed_host", "shadow")  # settings of our server that vLLM's takes, too
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that vLLM has, too
 TINTS = {"draft": "green", "judge": "black on yellow", "target": ""}
 LEGEND = {
     "draft": "drafted, and the target's choice: saved a pass each",
@@ -265,7 +266,7 @@ def _serve_vllm(setup: Setup, config: ServerConfig, gamma: EngineGamma, more: li
     models.announce()
     flags = ["--middleware", playground.MIDDLEWARE]
     if recipe is not None:
-        _check_recipe(recipe, models)
+        models = _check_recipe(recipe, models)
         _say_result(recipe)
         if config.shadow:
             settings = {"recipe": str(recipe.folder.absolute()), "load": recipe.content["load"], "share": config.shadow}
@@ -302,8 +303,9 @@ def _say_result(recipe: Recipe | None) -> None:
             typer.echo(f"it also has rows for --load {', '.join(map(str, recipe.loads[1:]))}", err=True)
 
 
-def _check_recipe(recipe: Recipe, models: PairOptions) -> None:
-    """Refuse other models or another tokenizer than the recipe's; say so if it was not certified with vLLM."""
+def _check_recipe(recipe: Recipe, models: PairOptions) -> PairOptions:
+    """The models in the recipe's dtype, if vLLM has it and no other is asked for. Other models or another tokenizer
+    than the recipe's are refused; it is said where it was not certified with vLLM, or with another dtype."""
     draft = draft_for(models.name, models.draft)
     recipe.check_models(target=(models.name, weights_sha256(models.name)), draft=(draft, weights_sha256(draft)))
 
@@ -316,3 +318,7 @@ def _check_recipe(recipe: Recipe, models: PairOptions) -> None:
     recipe.check_tokenizer(tokenizer)
     if (engine := recipe.content["engine"]) != "vllm":
         warn(f"{recipe.folder} was certified with the engine {engine}, this is vllm: not covered by it")
+    certified = str(recipe.content["dtype"])
+    dtype = models.dtype or (certified if certified in FLOATS else None)
+    recipe.check_dtype(dtype or "the checkpoint's", warn)
+    return replace(models, dtype=dtype)

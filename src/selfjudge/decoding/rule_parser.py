@@ -175,10 +175,14 @@ class RuleRequest:
         """Complete the request with a server's `own`, which replaces it where it is open.
 
         θ, quality or price without a rule apply to the own rule, or to judged if that is lossless. A judged rule
-        without them takes the own θ or quality, never the own price. Options in the own text are replaced, too."""
-        own = own._without({*self._given, *(name for name in STRICT if getattr(self, name) is not None)})
-        names = ("gamma", *(name for name in STRICT if name not in self.options))
-        mine = {name: getattr(own if getattr(self, name) is None else self, name) for name in names}
+        without them takes the own θ or quality, never the own price. Guards come from the own request, also where its
+        rule's text names them, unless this one names others."""
+        guards = {name: own.options.get(name, getattr(own, name)) for name in STRICT if name not in self.options}
+        own = own._without({*self._given, *STRICT})
+        mine = {
+            name: value if getattr(self, name) is None else getattr(self, name)
+            for name, value in {"gamma": own.gamma, **guards}.items()
+        }
         if self.is_open:
             return replace(own, **mine)
         rule = own.text if self.rule is None and not own.kind.lossless else self.rule

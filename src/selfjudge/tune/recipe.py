@@ -114,8 +114,12 @@ class Recipe:
         """Refuse another target, draft or tokenizer; warn if the certificate was measured with another dtype."""
         self.check_models(target=(pair.target_id, pair.target_sha256), draft=(pair.draft_id, pair.draft_sha256))
         self.check_tokenizer(pair.tokenizer)
-        if pair.dtype != self.content["dtype"]:
-            warn(f"{self.folder} was certified with {self.content['dtype']}, this is {pair.dtype}: not covered by it")
+        self.check_dtype(pair.dtype, warn)
+
+    def check_dtype(self, dtype: str, warn: Callable[[str], None]) -> None:
+        """Warn if the certificate was measured with another dtype."""
+        if dtype != self.content["dtype"]:
+            warn(f"{self.folder} was certified with {self.content['dtype']}, this is {dtype}: not covered by it")
 
     def check_models(self, **models: tuple[str, str]) -> None:
         """Refuse another `target` or `draft`, each given by its name and its hash."""

@@ -178,6 +178,7 @@ def check_supported(config: Any) -> None:
         f"{mode}, which would show its mark: use raw_logprobs": mode.startswith("processed"),
         "LoRA adapters, which change the target": config.lora_config is not None,
         "watermarks": getattr(config, "watermark_config", None) is not None,
+        "--skip-tokenizer-init: what the guards look for is not known": getattr(model, "skip_tokenizer_init", False),
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         raise SelfJudgeError(f"JudgeWorker does not work with {reason}")
@@ -218,7 +219,5 @@ def guarded_ids(settings: WorkerConfig, model: Any, tokenizer: Any) -> tuple[int
     """The tokens that are left to the target: the special tokens, as `Pair` has them."""
     if not settings.guard:
         return ()
-    if tokenizer is None:
-        raise SelfJudgeError("special tokens are not known without a tokenizer: leave out --skip-tokenizer-init")
     generation = SimpleNamespace(**model.try_get_generation_config())
     return special_ids(tokenizer, end_ids(generation, model.hf_text_config, tokenizer))

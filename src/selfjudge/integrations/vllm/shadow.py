@@ -109,10 +109,17 @@ def _comparable(request: dict[str, Any]) -> bool:
 
 
 def _prompt(request: dict[str, Any]) -> str:
-    """The text of a request, as far as it has some."""
-    messages = request.get("messages")
-    texts = [message.get("content") for message in messages or () if isinstance(message, dict)]
-    return "\n".join(text for text in (request.get("prompt"), *texts) if isinstance(text, str))
+    """The text of a request: its prompt, the text parts of its messages, and its tools, which chat templates show."""
+    messages = [message for message in _as_list(request.get("messages")) if isinstance(message, dict)]
+    contents = [request.get("prompt"), *(message.get("content") for message in messages)]
+    parts = [part for content in contents for part in _as_list(content)]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    tools = json.dumps(request["tools"]) if request.get("tools") else None
+    return "\n".join(text for text in (*texts, tools) if isinstance(text, str))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 class _ResponseText:
