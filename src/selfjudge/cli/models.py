@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from selfjudge.cli.groups import PairOptions
+from selfjudge.cli.groups import PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, Options
 from selfjudge.cli.output import Progress, print_json, print_rows
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import make_label
-from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for
+from selfjudge.integrations import sglang
+from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
 from selfjudge.types import MAX_GAMMA
@@ -52,31 +54,54 @@ def pull(
 
 def export(
     out: Annotated[Path, typer.Option(help="Folder of the exported head.")],
-    gamma: Annotated[int, typer.Option(help="Tokens that vLLM drafts at a time by default.", min=1, max=MAX_GAMMA)] = 5,
+    gamma: Annotated[int, typer.Option(help="Tokens that are drafted at a time.", min=1, max=MAX_GAMMA)] = 5,
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="What is to load the head.")] = "vllm",
+    rule: Annotated[str | None, typer.Option(help="In SGLang: exact (the default), or sglang:0.3.")] = None,
+    recipe: RecipeFolder = None,
     as_json: AsJson = False,
     *,
     models: Annotated[PairOptions, Options(without=("device", "dtype", "draft_dtype", "gpu_memory"))],
 ) -> None:
-    """Write an EAGLE-3 head, the one that ships or another, as vLLM loads it: in the format of speculators.
+    """Write an EAGLE-3 head, the one that ships or another, as vLLM or SGLang loads it, and the command that does.
 
     Example: selfjudge export --pair qwen2.5-coder-1.5b --out my-head
 
-    Example: selfjudge export --target org/big --draft my-head --out for-vllm
+    Example: selfjudge export --engine sglang --pair qwen2.5-coder-1.5b --rule sglang:0.3 --out for-sglang
     """
-    draft = draft_for(models.name, models.draft)
-    check_export(draft, out)
+    setup = Setup.of(recipe, models, RuleRequest(rule))
+    if engine == "vllm" and (rule or recipe):
+        raise SelfJudgeError("`rule` and `recipe` go with --engine sglang: in vLLM use serve --backend vllm")
+    if setup.request.gamma == 0:
+        raise SelfJudgeError(f"{recipe} decodes plainly (γ 0): SGLang needs no draft for it")
+    models, gamma = setup.models, setup.recipe.gamma if setup.recipe else gamma
+    draft, chosen = draft_for(models.name, models.draft), setup.resolve()
+    head = engine == "vllm" or head_folder(draft) is not None
+    sglang.command(models.name, draft, chosen, gamma, head=head)  # refuses a rule before anything is written
+    if head:
+        check_export(draft, out)
 
     from selfjudge.models.pair import export_head
     from selfjudge.models.pull import served_reference
 
-    with Progress() as update:
-        export_head(models.name, draft, out, steps=gamma, progress=update)
+    if head:
+        with Progress() as update:
+            export_head(models.name, draft, out, steps=gamma, progress=update)
+    target, note = served_reference(models.name), ""
     speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": gamma}
+    call = ["vllm", "serve", target, "--speculative-config", json.dumps(speculation)]
+    about: dict[str, Any] = {"target": target, "speculative_config": speculation}
+    if engine == "sglang":
+        if head:
+            sglang.convert_head(out)
+        path = str(out) if head else served_reference(draft)
+        call, note = sglang.command(target, path, chosen, gamma, head=head)
+        about = {"target": target, "command": call, "note": note}
     if as_json:
-        print_json({"target": served_reference(models.name), "speculative_config": speculation})
-    else:
-        call = ["vllm", "serve", served_reference(models.name), "--speculative-config", json.dumps(speculation)]
-        typer.echo(shlex.join(call))
+        print_json(about)
+        return
+    typer.echo(shlex.join(call))
+    if note:
+        typer.echo(note, err=True)
 
 
 def ls(
