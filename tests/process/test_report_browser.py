@@ -103,7 +103,7 @@ def test_the_first_screen_is_the_verdict(opened: Browser, page: Path) -> None:
     assert not any(opened.run(folds))
     assert opened.run("document.querySelectorAll('.verdict p').length") == 2  # so few prompts that no loss is judged
     assert "prompts are scored" in opened.run("document.querySelector('#verdict .warning').textContent")
-    assert opened.run("document.querySelector('#verdict table').getBoundingClientRect().bottom") < 1100
+    assert opened.run("document.querySelector('#verdict figure').getBoundingClientRect().bottom") < 900
     opened.point("nav a[href='#task']", click=True)
     opened.wait("document.querySelector('#task .fold').open")
     assert opened.run(folds).count(True) == 1
@@ -209,7 +209,7 @@ def test_hostile_answers_are_text(opened: Browser) -> None:
 
 def test_light_dark_and_the_toggle(opened: Browser) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
-    line = "getComputedStyle(document.querySelector('.chart .line path')).stroke"
+    line = "getComputedStyle(document.querySelector('.chart [id*=marks] path')).stroke"
     light = opened.run(paper), opened.run(line)
     opened.media("", "dark")
     dark = opened.run(paper), opened.run(line)

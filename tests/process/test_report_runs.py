@@ -26,7 +26,7 @@ def test_the_files_beside_the_page(whole: tuple[Path, dict[str, Any]]) -> None:
     page, found = whole
     beside = page.with_suffix("")
     assert {f.name for f in beside.iterdir()} == {"tables.md", "report.json", *found["figures"]}
-    assert len(found["figures"]) == len(set(found["figures"])) == 13  # the verdict, two charts a task
+    assert len(found["figures"]) == len(set(found["figures"])) == 7  # the verdict, a chart a task
     assert all((beside / name).read_bytes().startswith(b"\x89PNG") for name in found["figures"])
     assert json.loads((beside / "report.json").read_text())["tables"].keys() == found["tables"].keys()
     tables = re.split(r"(?m)^## ", (beside / "tables.md").read_text())[1:]

@@ -1,16 +1,15 @@
 """Records → charts as data; `draw` makes pictures of them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from selfjudge.report import records
-from selfjudge.report.formats import change, gain, points, show_number
-from selfjudge.report.records import EvalRun, Interval, Results, group_by_task
-from selfjudge.report.tables import number_ids
+from selfjudge.report.formats import change, fixed, gain
+from selfjudge.report.records import EvalRun, Interval, group_by_task
+from selfjudge.report.tables import Row
 
 MOST_METHODS = 5  # number of methods in one chart; the tables have all
-GAIN = "gain in m against exact, %"
 FIRST = ("exact", "judged", "margin", "fly", "topk")  # rules that a chart draws first, one method of each
 
 
@@ -46,63 +45,64 @@ class Chart:
     @property
     def description(self) -> str:
         """The chart in words, for screen readers."""
-
-        def place(point: Point) -> str:
-            return f"{show_number(point.x, 2)}, {show_number(point.y, 2)}"
-
         ends = ((s.name, dict.fromkeys((s.points[0], s.points[-1]))) for s in self.series if s.points)
-        lines = (f"{name}: {' to '.join(map(place, points))}" for name, points in ends)
+        lines = (f"{name}: {' to '.join(f'{fixed(p.x)}, {fixed(p.y)}' for p in points)}" for name, points in ends)
         return f"{self.y} against {self.x}. {'; '.join(lines)}"
 
 
-def make_charts(results: Results) -> dict[str, list[Chart]]:
-    """Section → its charts; sections without data are left out."""
-    return number_ids({"trade-off": trade_offs(results.runs), "agreement": agreements(results.runs)})
+def trade_off(name: str, title: str, series: Iterable[Series], measure: str = "the score", task: str = "") -> Chart:
+    """A chart of what rules cost against what they gain; `exact` is at the origin."""
+    return Chart(name, title, "gain in m against exact, %", f"change of {measure}, points", tuple(series), task, 0.0)
 
 
-@dataclass(frozen=True)
-class _Facet:
-    """One task's runs at its usual γ, of the methods that are drawn, with styles that all facets share."""
-
-    heading: str
-    slug: str
-    task: str
-    runs: list[EvalRun]
-    methods: list[str]
-    styles: Mapping[str, int]
-
-    @property
-    def first(self) -> EvalRun:
-        """The run of the first method besides `exact` that its title is about: at its first named threshold."""
-        candidates = [r for r in self.runs if r.method == self.methods[1]]
-        return next((r for r in candidates if r.is_named), candidates[0])
-
-    def series(self, point: Callable[[EvalRun], Point]) -> tuple[Series, ...]:
-        """A line for each method, a point for each of its runs."""
-        lines = {m: sorted((point(r) for r in self.runs if r.method == m), key=lambda p: p.x) for m in self.methods}
-        return tuple(Series(method, self.styles[method], tuple(points)) for method, points in lines.items())
+def trade_off_point(row: Row) -> Point:
+    """The change of the score, paired with `exact`, against the gain in m; the judge's own thresholds have their names
+    beside them."""
+    if row["m_ratio"] is None or row["delta_score"] is None:
+        return Point(0.0, 0.0, row["rule"])
+    tag = next((name for name in ("F", "R") if f":{name}@" in row["rule"]), "")
+    interval = None if row["few"] or row["delta_ci"] is None else (100 * row["delta_ci"][0], 100 * row["delta_ci"][1])
+    return Point(100 * (row["m_ratio"] - 1), 100 * row["delta_score"], describe_trade_off(row), tag, interval)
 
 
-def _facets(runs: Sequence[EvalRun], has_figure: Callable[[EvalRun], bool]) -> Iterable[_Facet]:
-    """A facet for each task where `exact` and at least one other method have the figure that is drawn."""
-    candidates = (r for r in runs if r.m is not None and r.name != "judge_only")
-    paired = [r for r in candidates if r.name == "exact" or (r.m_ratio is not None and has_figure(r))]
-    styles = {"exact": 0}
+def describe_trade_off(row: Row) -> str:
+    return f"{row['rule']}: {gain(row['m_ratio'])} m, {change(row['delta_score'], row['delta_ci'], row['few'])}"
+
+
+def make_trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
+    """A chart for each task at its usual γ: a line a method, a point a threshold.
+
+    Tasks are left out where `exact` or every other method lacks the figures."""
+    paired = [r for r in runs if _has_trade_off(r)]
+    styles = {"exact": 0}  # the same in all charts
     for (pair, task), every in group_by_task(paired).items():
         gamma = records.usual_gamma(every)
         here = [r for r in every if r.gamma == gamma]
         methods = _choose_methods(here)
-        for method in methods:
-            styles.setdefault(method, len(styles))
         if len(methods) > 1 and "exact" in methods:
+            rows = {method: [r.row() for r in here if r.method == method] for method in methods}
             title, part = records.name_task(pair, task, runs)
-            shown = [r for r in here if r.method in methods]
-            yield _Facet(f"{title}, γ = {gamma}", part, task, shown, methods, styles)
+            named = next((r.row() for r in here if r.method == methods[1] and r.is_named), rows[methods[1]][0])
+            heading = f"{title}, γ = {gamma}: {describe_trade_off(named)}"
+            name = records.slug("trade-off", part)
+            yield trade_off(name, heading, _draw_methods(rows, styles), here[0].measure, task)
+
+
+def _has_trade_off(run: EvalRun) -> bool:
+    paired = run.name == "exact" or None not in (run.m_ratio, run.delta_score)
+    return paired and run.m is not None and run.name not in ("judge_only", "null")
+
+
+def _draw_methods(rows: Mapping[str, Sequence[Row]], styles: dict[str, int]) -> Iterator[Series]:
+    """A line for each method; one that has no style yet gets the next."""
+    for method, own in rows.items():
+        points = sorted(map(trade_off_point, own), key=lambda point: point.x)
+        yield Series(method, styles.setdefault(method, len(styles)), tuple(points))
 
 
 def _choose_methods(runs: Sequence[EvalRun]) -> list[str]:
     """At most MOST_METHODS: one of each rule (or the method) in `FIRST`, then those with most runs."""
-    count = Counter(r.method for r in runs if r.name != "null")
+    count = Counter(r.method for r in runs)
     rules = {r.method: r.name for r in runs}
     chosen = []
     for rule in FIRST:
@@ -110,49 +110,3 @@ def _choose_methods(runs: Sequence[EvalRun]) -> list[str]:
         chosen += sorted(same_rule, key=lambda method: -count[method])[:1]
     others = sorted(count, key=lambda method: -count[method])
     return list(dict.fromkeys([*chosen, *others]))[:MOST_METHODS]
-
-
-def trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
-    """The change of the score, paired with `exact`, against the gain in m: a line a method, a point a threshold."""
-    for facet in _facets(runs, lambda r: r.delta_score is not None):
-        run = facet.first
-        shown = change(run.delta_score, run.delta_ci, run.scored < records.FEWEST_SCORED)
-        finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {shown}"
-        axes = GAIN, f"change of {run.measure}, points"
-        name = records.slug("trade-off", facet.slug)
-        yield Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0)
-
-
-def _score_point(run: EvalRun) -> Point:
-    """A run against `exact`, which is at the origin."""
-    label = f"{run.rule}, γ = {run.gamma}: m {run.m:.2f}, {run.measure} {100 * run.score:.1f}"
-    if run.m_ratio is None or run.delta_score is None:
-        return Point(0.0, 0.0, label)
-    tag = run.option if run.option in ("F", "R") else ""
-    return Point(100 * (run.m_ratio - 1), 100 * run.delta_score, label, tag, _show_spread(run, run.delta_ci))
-
-
-def agreements(runs: Sequence[EvalRun]) -> Iterable[Chart]:
-    """The share of answers that are those of `exact` against the gain in m, where that is not the score already."""
-    for facet in _facets(runs, lambda r: r.agreement is not None and r.measure != records.MATCHING_WORDS):
-        run = facet.first
-        finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {points(run.agreement)} % the same"
-        name, series = records.slug("agreement", facet.slug), facet.series(_agreement_point)
-        yield Chart(name, finding, GAIN, "same answer, %", series, facet.task, level=100.0)
-
-
-def _agreement_point(run: EvalRun) -> Point:
-    if run.m_ratio is None or run.agreement is None:
-        return Point(0.0, 100.0, "exact")
-    same = 100 * run.agreement
-    label = f"{run.rule}: {gain(run.m_ratio)} m, {same:.1f} % the same"
-    return Point(100 * (run.m_ratio - 1), same, label, interval=_show_spread(run, run.agreement_ci))
-
-
-def _show_spread(run: EvalRun, interval: Interval | None) -> Interval | None:
-    return None if run.scored < records.FEWEST_SCORED else in_points(interval)
-
-
-def in_points(interval: Interval | None) -> Interval | None:
-    """An interval of shares, times 100."""
-    return None if interval is None else (100 * interval[0], 100 * interval[1])

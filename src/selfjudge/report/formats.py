@@ -68,15 +68,6 @@ def quote_token(token: str) -> str:
     return f"“{shown.replace(' ', '␣')}”"
 
 
-def show_number(value: float, digits: int = 10) -> str:
-    """A tick: 12, 0.25, 7.5M."""
-    value = round(value, digits)
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}".replace("-", "−")
-
-
 class Sentences:
     """The macros of a text in assets/ of a package, each of which says one thing; blanks and line ends are one blank.
 

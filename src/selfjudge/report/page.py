@@ -15,10 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.charts import make_charts
+from selfjudge.report.charts import make_trade_offs
 from selfjudge.report.draw import PALETTE, draw
 from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
-from selfjudge.report.tables import make_tables
+from selfjudge.report.tables import make_tables, number_ids
 from selfjudge.report.verdict import make_verdict
 from selfjudge.store import check_page, hash_source, read_asset, read_json, write_json, write_text
 from selfjudge.store.artefacts import AnswerExample, ReportRecord
@@ -36,11 +36,9 @@ def report(folders: Sequence[Path], out: Path) -> Content:
     beside = out.with_suffix("")
     earlier = _earlier_figures(beside)
     results = read_results(folders)
-    tables, charts = make_tables(results), make_charts(results)
-    first = make_verdict(results.runs)
-    if first is not None:
-        tables = {"verdict": [first.table], **tables}
-        charts = {"verdict": [first.chart], **charts}
+    tables, verdict = make_tables(results), make_verdict(results.runs)
+    trade_offs = make_trade_offs(results.runs)
+    charts = number_ids({"verdict": [verdict.chart] if verdict else [], "trade-off": trade_offs})
     drawings = {chart.id: draw(chart) for section in charts.values() for chart in section}
     viewer = _viewer_data(results.runs)
     text = render(
@@ -50,8 +48,7 @@ def report(folders: Sequence[Path], out: Path) -> Content:
         tables=tables,
         charts=charts,
         drawings=drawings,
-        sentences=() if first is None else first.sentences,
-        warning="" if first is None else first.warning,
+        verdict=verdict,
         skipped=results.skipped,
         data=viewer,
     )

@@ -121,7 +121,7 @@ class EvalRun:
 
     def row(self) -> dict[str, Any]:
         """The run as a row of a table."""
-        hidden = ("folder", "substitutions", "examples", *PROVENANCE)
+        hidden = ("folder", "examples", *PROVENANCE)
         row = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         return row | {"method": self.method, "few": self.scored < FEWEST_SCORED}
 

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from selfjudge.report import formats, records
-from selfjudge.report.formats import fixed, percent, show_interval, show_text
+from selfjudge.report.formats import fixed, percent, quote_token, show_interval, show_text
 from selfjudge.report.records import PAPER, EvalRun, Interval, Results, group_by_task, task_title
 from selfjudge.store import markdown_table
 from selfjudge.types import GLOSSARY
 
 Z = 1.959964  # 95 % of a normal distribution lie within ± Z standard deviations
-PAIRS_SHOWN = 8  # number of substitutions listed for each run
+PAIRS_SHOWN = 3  # number of substitutions shown for each run
 Row = Mapping[str, Any]
 
 
@@ -111,7 +111,6 @@ def make_tables(results: Results) -> dict[str, list[Table]]:
     sections = {
         "averages": [_averages(runs, pair) for pair in sorted({run.pair for run in runs})],
         "task": _per_task(runs),
-        "substitutions": [_substitutions(runs)],
         "provenance": [_provenance(runs)],
     }
     return number_ids({name: [table for table in section if table.rows] for name, section in sections.items()})
@@ -245,7 +244,7 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
             help="examples that score less than with exact, and more",
         ),
         Column("drafts/cycle", "drafts_accepted", formats.fixed, help="drafted tokens accepted in a cycle"),
-        Column("judged", "judged_share", formats.percent, help="tokens taken against the target's choice"),
+        Column("judged", "judged_share", formats.percent, help="tokens taken against the target’s choice"),
         Column("no answer", "extraction_failures", formats.percent, help="outputs without an extractable answer"),
         Column("cut off", "cut_off", formats.percent, help="answers that ended at the length limit"),
         Column(
@@ -255,7 +254,14 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
             lambda row: "busy" if row["busy"] else "",
             "rules by turns, a batch each",
         ),
+        word_column("often judged", _list_substitutions, wide=True, help="target’s choice → token taken, how often"),
     )
+
+
+def _list_substitutions(row: Row) -> str:
+    """The most frequent tokens that were taken against the target's choice."""
+    pairs = sorted(row["substitutions"], key=lambda pair: (-pair[2], pair))[:PAIRS_SHOWN]
+    return ", ".join(f"{quote_token(choice)} → {quote_token(taken)} × {n}" for choice, taken, n in pairs)
 
 
 def _say_scored(row: Row) -> str:
@@ -274,47 +280,6 @@ def _other_measure(name: str) -> Column:
     return Column(
         name, lambda row: row["scores"].get(name), formats.points, change, "points, and their change against exact"
     )
-
-
-def _substitutions(runs: Sequence[EvalRun]) -> Table:
-    """The most frequent tokens that were taken against the target's choice, of one run a method and task."""
-    rows = tuple(
-        {"pair": run.pair, "task": run.task, "rule": run.rule, "method": run.method, "gamma": run.gamma}
-        | {"count": _count_substitutions(run)}
-        | {"most_frequent": [list(s) for s in sorted(run.substitutions, key=lambda s: (-s[2], s[:2]))[:PAIRS_SHOWN]]}
-        for chosen in group_by_task(runs).values()
-        for run in _typical(chosen)
-    )
-
-    def frequent(row: Row) -> str:
-        return ", ".join(
-            f"{formats.quote_token(choice)} → {formats.quote_token(taken)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{count}"
-            for choice, taken, count in row["most_frequent"]
-        )
-
-    columns = (
-        *([word_column("pair", "pair")] if records.has_several_pairs(runs) else []),
-        word_column("task", lambda row: task_title(row["task"])),
-        RULE,
-        Column("count", "count", formats.whole),
-        word_column("most frequent", frequent, wide=True),
-    )
-    note = "Target’s choice → token taken, and how often. Counts are of the substitutions that the run stored."
-    return Table("substitutions", "Frequent judged substitutions", columns, rows, note)
-
-
-def _typical(runs: Sequence[EvalRun]) -> list[EvalRun]:
-    """One run of each method with substitutions, at the usual γ: F, else the one with most of them."""
-    gamma = records.usual_gamma(runs)
-    by_method: dict[str, list[EvalRun]] = defaultdict(list)
-    for run in runs:
-        if run.gamma == gamma and run.substitutions:
-            by_method[run.method].append(run)
-    return [max(same, key=lambda r: (r.option == "F", _count_substitutions(r))) for same in by_method.values()]
-
-
-def _count_substitutions(run: EvalRun) -> int:
-    return sum(count for _, _, count in run.substitutions)
 
 
 def _provenance(runs: Sequence[EvalRun]) -> Table:
