@@ -6,9 +6,11 @@ import copy
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -18,7 +20,10 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError, error_body
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN
-from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Update
+from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, Update
+from selfjudge.integrations.server.logprobs import TokenTexts
+from selfjudge.integrations.server.parameters import choose_sampling, derive_seed, is_blind, make_edits, note_logprobs
+from selfjudge.integrations.server.rules import BatchKey
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import ChatRequest, SelfJudgeOptions, TextRequest
 from selfjudge.models.pair import Pair
@@ -36,6 +41,7 @@ class Encoder:
 
     def __init__(self, pair: Pair) -> None:
         self.vocabulary = pair.target.get_output_embeddings().weight.shape[0]
+        self.texts = TokenTexts(pair.tokenizer)
         self._pairs = [replace(pair, tokenizer=copy.deepcopy(pair.tokenizer)) for _ in range(2)]
         self._threads = [ThreadPoolExecutor(1, "tokenize") for _ in range(2)]
 
@@ -55,72 +61,97 @@ class Completion:
         self.scheduler, self.config, self.encoder = scheduler, scheduler.config, encoder
         self.request, self.body, self.options = request, body, body.selfjudge or SelfJudgeOptions()
         self.chat = isinstance(body, ChatRequest)
-        self.updates: asyncio.Queue[Update] = asyncio.Queue()
+        self.told, self.offsets = Counter[int](), Counter[int]()  # tokens and characters told with log-probabilities
+        self.updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()  # each with the number of its job
         kind = ("chat.completion.chunk" if body.stream else "chat.completion") if self.chat else "text_completion"
         number = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         self.head = {"id": number, "object": kind, "created": int(time.time()), "model": self.config.name}
 
     async def respond(self) -> Response:
         """Decode, and answer whole or as server-sent events."""
-        self.job = self._make_job(await self._encode())
-        self.request.state.mode = self.job.choice.mode  # for the guard's count
-        self.scheduler.submit(self.job)
+        sampling, n = choose_sampling(self.body, self.config.temperature), self.body.n or 1
+        self.prompts = await self._encode()
+        self.copies = 1 if sampling else n  # choices that share a job: greedy answers are all the same
+        seeds = range(n // self.copies)
+        self.jobs = [self._make_job(prompt, sampling, seed) for prompt in self.prompts for seed in seeds]
+        for number, job in enumerate(self.jobs):
+            job.send = partial(self._send, asyncio.get_running_loop(), number)
+        self.request.state.mode = self.jobs[0].choice.mode  # for the guard's count
+        self.scheduler.submit(*self.jobs)
         self.watch = asyncio.ensure_future(self._watch_client())
         if not self.body.stream:
             return JSONResponse(await self._whole())
         return StreamingResponse(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    async def _encode(self) -> list[int]:
-        """Token ids of the prompt. Meanwhile the request holds a place in the queue."""
-        prompt: str | list[dict[str, str]]
-        if isinstance(self.body, ChatRequest):
-            prompt = [message.plain() for message in self.body.messages]
-            size = sum(len(message["content"].encode()) + MESSAGE_BYTES for message in prompt)
-        elif isinstance(self.body.prompt, list):
-            last = self.encoder.vocabulary - 1
-            if not all(0 <= token <= last for token in self.body.prompt):
-                raise RefusedError(400, f"token ids lie between 0 and {last}", param="prompt")
-            return self.body.prompt
-        else:
-            prompt = self.body.prompt
-            size = len(prompt.encode())
+    def _send(self, loop: asyncio.AbstractEventLoop, number: int, update: Update) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits any more
+            loop.call_soon_threadsafe(self.updates.put_nowait, (number, update))
+
+    async def _encode(self) -> list[list[int]]:
+        """Token ids of the prompts. Meanwhile the request holds a place in the queue."""
+        with self.scheduler.reserve(self.request.state.key):
+            if isinstance(self.body, TextRequest):
+                return [await self._encode_prompt(prompt) for prompt in self.body.prompt]
+            messages = [message.plain() for message in self.body.messages]
+            size = sum(len(message["content"].encode()) + MESSAGE_BYTES for message in messages)
+            return [await self._encode_text(messages, size)]
+
+    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._encode_text(prompt, len(prompt.encode()))
+        last = self.encoder.vocabulary - 1
+        if not all(0 <= token <= last for token in prompt):
+            raise RefusedError(400, f"token ids lie between 0 and {last}", param="prompt")
+        return prompt
+
+    async def _encode_text(self, prompt: str | list[dict[str, str]], size: int) -> list[int]:
         if size > self.config.prompt_bytes:
             limit = self.config.prompt_bytes
             raise self._too_long(f"the prompt has {size} bytes, and this server takes {limit}: shorten it")
-        with self.scheduler.reserve(self.request.state.key):
-            return await self.encoder.encode(prompt, size)
-
-    def _make_job(self, prompt: list[int]) -> CompletionJob:
-        loop, body = asyncio.get_running_loop(), self.body
-
-        def send(update: Update) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits any more
-                loop.call_soon_threadsafe(self.updates.put_nowait, update)
-
-        temperature = self.config.temperature if body.temperature is None else body.temperature
-        top_p = 1.0 if body.top_p is None else body.top_p
         try:
-            sampling = Sampling(temperature, top_p, body.top_k or 0) if temperature else None
-        except SelfJudgeError as error:  # above 0 and too small to divide by
-            raise RefusedError(400, str(error), param="temperature") from None
-        options = self.options
-        trace = options.judged_tokens or options.tokens
-        seeded = body.seed is not None
-        choice = self.scheduler.rules.choose(
-            options.rule_request(), sampling, off=options.off, trace=trace, seeded=seeded
-        )
+            return await self.encoder.encode(prompt, size)
+        except SelfJudgeError as error:
+            raise RefusedError(400, str(error), param="messages" if self.chat else "prompt") from None
+
+    def _make_job(self, prompt: list[int], sampling: Sampling | None, copy: int) -> CompletionJob:
+        body, options = self.body, self.options
+        seed = secrets.randbits(62) if body.seed is None else derive_seed(body.seed, copy)
+        ends = [*self.scheduler.pair.eos_ids, *body.stop_token_ids]
+        edits, noted = make_edits(body, prompt, ends, self.encoder.vocabulary), note_logprobs(body)
         return CompletionJob(
             prompt,
             max_new_tokens=self._limit_length(len(prompt)),
-            choice=choice,
-            send=send,
+            choice=self._choose_rule(sampling, edited=bool(edits)),
+            send=lambda update: None,
             stop=body.stop,
-            seed=secrets.randbits(62) if body.seed is None else body.seed,
+            stop_ids=body.stop_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+            edits=edits if noted is None else (noted, *edits),
+            logprobs=noted,
+            seed=seed,
             streamed=bool(body.stream or body.stop),
-            detailed=options.tokens,
+            detailed=options.tokens or noted is not None,
             key=self.request.state.key,
             arrived=self.request.state.arrived,  # encoding the prompt counts
         )
+
+    def _choose_rule(self, sampling: Sampling | None, *, edited: bool) -> BatchKey:
+        """The rule of this request. One that is blind to edited logits is refused, or replaced where none is named."""
+        options, rules = self.options, self.scheduler.rules
+        trace, seeded = options.judged_tokens or options.tokens, self.body.seed is not None
+        try:
+            asked = options.rule_request()
+            choice = rules.choose(asked, sampling, off=options.off, trace=trace, seeded=seeded)
+            if edited and is_blind(choice.rule):
+                if not asked.is_open:
+                    raise SelfJudgeError(
+                        f"the rule {choice.rule.name} accepts tokens without their logits, and so without penalties, "
+                        "`logit_bias` and `min_tokens`: leave these out, or name another rule"
+                    )
+                choice = rules.choose(asked, sampling, off=True, trace=trace, seeded=seeded)
+        except SelfJudgeError as error:
+            raise RefusedError(400, str(error), param="selfjudge" if self.body.selfjudge else "temperature") from None
+        return choice
 
     def _limit_length(self, prompt_tokens: int) -> int:
         """The most tokens of the answer: the request's limit, else the endpoint's default, else the server's limit."""
@@ -139,72 +170,130 @@ class Completion:
         return RefusedError(400, message, "context_length_exceeded", "messages" if self.chat else "prompt")
 
     async def _watch_client(self) -> None:
-        """Give the job up when the client goes away or the time is over."""
-        waited = time.perf_counter() - self.job.arrived
+        """Give the jobs up when the client goes away or the time is over."""
+        waited = time.perf_counter() - self.jobs[0].arrived
         try:
             async with asyncio.timeout(self.config.timeout - waited):
                 while (await self.request.receive())["type"] != "http.disconnect":
                     pass
         except TimeoutError:
-            self.scheduler.cancel(self.job, "timeout")
+            self._cancel("timeout")
         else:
-            self.scheduler.cancel(self.job, "cancelled")
+            self._cancel("cancelled")
+
+    def _cancel(self, why: Failure) -> None:
+        for job in self.jobs:
+            self.scheduler.cancel(job, why)
 
     def _end(self) -> None:
-        """Stop watching the client; a job that is not over is given up."""
+        """Stop watching the client; jobs that are not over are given up."""
         self.watch.cancel()
-        self.scheduler.cancel(self.job, "cancelled")
+        self._cancel("cancelled")
 
     async def _whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The answers in one piece."""
+        results: dict[int, Generation] = {}
         try:
-            while (update := await self.updates.get()).result is None:
+            while len(results) < len(self.jobs):
+                number, update = await self.updates.get()
                 if update.failure:
                     raise RefusedError(*FAILURES[update.failure])
+                if update.result is not None:
+                    results[number] = update.result
         finally:
             self._end()
-        result = update.result
-        message = {"role": "assistant", "content": result.text, "refusal": None}
-        choice = self._choice("message", message, _finish(result))
-        return {**self.head, "choices": [choice], "usage": _usage(result), "selfjudge": self._describe(result)}
+        choices: list[dict[str, Any]] = []
+        for number, result in sorted(results.items()):
+            message = {"role": "assistant", "content": self._echo(number) + result.text, "refusal": None}
+            logprobs, described = self._read_logprobs(number, len(result.tokens)), self._describe(number, result)
+            for index in self._indices(number):
+                choices.append(self._choice(index, "message", message, _finish(result), logprobs))
+                choices[-1]["selfjudge"] = described
+        more = {"selfjudge": choices[0].pop("selfjudge")} if len(choices) == 1 else {}  # several speak for themselves
+        return {**self.head, "choices": choices, "usage": self._usage(results.values()), **more}
 
     async def _events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
+        """The answers as server-sent events."""
         usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
         head = {**self.head, "usage": None} if usage else self.head
+        results: list[Generation] = []
         try:
-            if self.chat:
-                yield _event(head, choices=[self._choice("delta", {"role": "assistant", "content": ""})])
-            while True:
-                update = await self.updates.get()
+            for number in range(len(self.jobs)):
+                first = {"role": "assistant", "content": self._echo(number)}
+                for index in self._indices(number) if self.chat or first["content"] else ():
+                    yield _event(head, choices=[self._choice(index, "delta", first)])
+            while len(results) < len(self.jobs):
+                number, update = await self.updates.get()
                 if update.text or update.pieces:
-                    new = self._choice("delta", {"content": update.text} if update.text else {})
-                    yield _event(head, choices=[new], **_describe_tokens(update))
+                    delta = {"content": update.text} if update.text else {}
+                    logprobs = self._read_logprobs(number, len(update.pieces))
+                    more = _describe_tokens(update) if self.options.tokens else {}
+                    for index in self._indices(number):
+                        yield _event(head, choices=[self._choice(index, "delta", delta, None, logprobs)], **more)
                 if update.failure:
                     yield _event(error_body(*FAILURES[update.failure]))
                     return
                 if (result := update.result) is not None:
-                    last = self._choice("delta", {}, _finish(result))
-                    yield _event(head, choices=[last], selfjudge=self._describe(result))
-                    if usage:
-                        yield _event(head, choices=[], usage=_usage(result))
-                    yield "data: [DONE]\n\n"
-                    return
+                    results.append(result)
+                    for index in self._indices(number):
+                        last = self._choice(index, "delta", {}, _finish(result))
+                        yield _event(head, choices=[last], selfjudge=self._describe(number, result))
+            if usage:
+                yield _event(head, choices=[], usage=self._usage(results))
+            yield "data: [DONE]\n\n"
         finally:
             self._end()
 
-    def _choice(self, name: str, message: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-        """The one choice of a response; `name` is that of a chat's message."""
-        content = {name: message} if self.chat else {"text": message.get("content", "")}
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+    def _indices(self, number: int) -> range:
+        """The choices that a job is for."""
+        return range(number * self.copies, (number + 1) * self.copies)
 
-    def _describe(self, result: Generation) -> dict[str, Any]:
-        """The field `selfjudge` of a response."""
+    def _choice(
+        self,
+        index: int,
+        name: str,
+        message: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """One choice of a response; `name` is that of a chat's message."""
+        content = {name: message} if self.chat else {"text": message.get("content", "")}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+
+    def _echo(self, number: int) -> str:
+        """The prompt of a job, where the answer is to begin with it."""
+        if isinstance(self.body, ChatRequest) or not self.body.echo:
+            return ""
+        prompt = self.body.prompt[number * len(self.prompts) // len(self.jobs)]
+        return prompt if isinstance(prompt, str) else self.encoder.texts.join(prompt)
+
+    def _read_logprobs(self, number: int, tokens: int) -> dict[str, Any] | None:
+        """The log-probabilities of the next tokens of a job, if they are wanted."""
+        if (noted := self.jobs[number].logprobs) is None:
+            return None
+        begin = self.told[number]
+        entries = noted.noted[begin : begin + tokens]
+        self.told[number] += len(entries)
+        if self.chat:
+            return self.encoder.texts.for_chat(entries)
+        described = self.encoder.texts.for_text(entries, self.offsets[number])
+        self.offsets[number] += sum(map(len, described["tokens"]))
+        return described
+
+    def _usage(self, results: Iterable[Generation]) -> dict[str, int]:
+        """Each prompt counts once, each choice counts."""
+        prompt = sum(map(len, self.prompts))
+        completion = self.copies * sum(len(result.tokens) for result in results)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _describe(self, number: int, result: Generation) -> dict[str, Any]:
+        """The field `selfjudge` of an answer."""
+        job = self.jobs[number]
         # by the time of its own passes: the clock stands still while answers of other settings have their turn
         seconds = sum(result.seconds.get(phase, 0.0) for phase in PHASES)
         described: dict[str, Any] = {
-            **self.job.choice.as_json(),
-            "gamma": self.job.choice.gamma if result.gamma is None else result.gamma,
+            **job.choice.as_json(),
+            "gamma": job.choice.gamma if result.gamma is None else result.gamma,
             "gamma_mean": result.gamma_mean,
             "cycles": result.cycles,
             "mean_accepted_length": result.mean_accepted_length,
@@ -212,7 +301,7 @@ class Completion:
             "guarded_tokens": result.guarded_tokens,
             "tokens_per_second": len(result.tokens) / seconds if seconds else None,
             "speed_over_plain": result.speed_over_plain,
-            "busy": self.job.load.describe(),
+            "busy": job.load.describe(),
         }
         if self.options.judged_tokens:
             described["judged_tokens"] = [asdict(token) for token in result.judged_tokens]
@@ -236,8 +325,3 @@ def _event(data: dict[str, Any], **more: Any) -> str:
 
 def _finish(result: Generation) -> str:
     return "length" if result.finish == "length" else "stop"
-
-
-def _usage(result: Generation) -> dict[str, int]:
-    prompt, completion = result.prompt_tokens, len(result.tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

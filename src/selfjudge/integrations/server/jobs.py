@@ -2,11 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from selfjudge.decoding.adjust import LogProbabilities
+from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
@@ -44,6 +46,10 @@ class CompletionJob:
     max_new_tokens: int
     send: Callable[[Update], None]
     stop: Sequence[str] = ()
+    stop_ids: Collection[int] = ()
+    ignore_eos: bool = False
+    edits: RowEdits = ()
+    logprobs: LogProbabilities | None = None  # one of the edits, whose notes are for the client
     seed: int = 0
     streamed: bool = False
     detailed: bool = False  # whether updates carry tokens: all of them, also those without text of their own
@@ -71,7 +77,8 @@ class ShadowJobs:
 
     def choose(self, job: CompletionJob) -> None:
         """Decide whether a job will be decoded both ways."""
-        job.shadowed = replace(job.choice, trace=False) == self._own and self.shadow.choose()
+        plain = not (job.edits or job.stop_ids or job.ignore_eos)  # a second answer has none of these
+        job.shadowed = plain and replace(job.choice, trace=False) == self._own and self.shadow.choose()
 
     def notice(self, job: CompletionJob, result: Generation) -> None:
         """An answer under the server's own rule, chosen or not."""

@@ -132,20 +132,23 @@ class Scheduler:
             with self._state:
                 self._encoding[key] -= 1
 
-    def submit(self, job: CompletionJob) -> None:
-        """Put a job in the queue, or raise a RefusedError."""
+    def submit(self, *jobs: CompletionJob) -> None:
+        """Put the jobs of a request in the queue, all of them, or raise a RefusedError."""
         with self._state:
-            self._check_room(job.key)
-            if self.shadow is not None:
-                self.shadow.choose(job)
-            self._queue.append(job)
+            self._check_room(jobs[0].key, len(jobs))
+            for job in jobs:
+                if self.shadow is not None:
+                    self.shadow.choose(job)
+                self._queue.append(job)
             self._state.notify()
 
-    def _check_room(self, key: int) -> None:
+    def _check_room(self, key: int, jobs: int = 1) -> None:
         if self.closed:
             raise RefusedError(*FAILURES["shutdown"])
         share = max(1, self.config.max_queue // max(1, len(self.config.keys)))  # of each key
-        if self._encoding[key] + sum(job.key == key for job in self._queue) >= share:
+        if jobs > share:
+            raise RefusedError(400, f"{jobs} answers at once, and {share} may wait here: ask for fewer", param="n")
+        if self._encoding[key] + sum(job.key == key for job in self._queue) + jobs > share:
             whose = " with this key" if len(self.config.keys) > 1 else ""
             raise RefusedError(429, f"{share} requests{whose} wait already: try again later", "queue_full")
 
@@ -258,7 +261,14 @@ class Scheduler:
             if active is None:
                 active = _ActiveBatch(job.choice.make_batch(self.pair, self.config))
             answer = active.batch.add(
-                job.prompt, max_new_tokens=job.max_new_tokens, stop=job.stop, seed=job.seed, streamed=job.streamed
+                job.prompt,
+                max_new_tokens=job.max_new_tokens,
+                stop=job.stop,
+                seed=job.seed,
+                streamed=job.streamed,
+                stop_ids=job.stop_ids,
+                ignore_eos=job.ignore_eos,
+                edits=job.edits,
             )
         except Exception:
             LOG.exception("an answer could not be started")

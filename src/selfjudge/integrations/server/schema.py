@@ -5,14 +5,16 @@ What would change an answer and is not supported is refused by name."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
 from selfjudge.decoding.rule_parser import STRICT, RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import EMPTY_PROMPT
+from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.store import read_asset
 
@@ -34,18 +36,35 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else [] if value is None else value
 
 
-def _single_prompt(value: Any) -> Any:
-    """The prompt itself; a list of one prompt counts as that prompt."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise ValueError("a request has one prompt: send several requests, they are decoded together")
-        value = value[0]
-    if value in ("", []):
+def _list_prompts(value: Any) -> Any:
+    """A list of prompts, also where there is one alone; each is a text or a list of token ids."""
+    several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    prompts = value if several else [value]
+    if len(prompts) > MOST_ANSWERS:
+        raise ValueError(f"a request has at most {MOST_ANSWERS} prompts")
+    if any(prompt in ("", []) for prompt in prompts):
         raise ValueError("the prompt is empty: give at least one token")
-    return value
+    return prompts
+
+
+def _read_bias(value: Any) -> Any:
+    """Token ids and numbers; JSON has keys of text alone."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MOST_TOKENS:
+        raise ValueError(f"must be an object of token ids and numbers, with at most {MOST_TOKENS} tokens")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise ValueError(f"{token[:20]!r} is not a token id")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {token} must lie between -100 and 100")
+    return {int(token): float(bias) for token, bias in value.items()}
 
 
 T = TypeVar("T")
+MOST_ANSWERS = 128  # prompts of a request, answers to each, and both together
+MOST_TOKENS = 1024  # tokens that `logit_bias` and `stop_token_ids` may name
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=512)]
 FailFast = Annotated[T, Field(fail_fast=True)]
 """A list that is refused at its first wrong element: errors of a million elements would take seconds."""
@@ -83,6 +102,14 @@ class TextPart(Strict):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"this model reads text alone: leave out the part of type {kind[:30]!r}")
+        return part
+
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
@@ -104,10 +131,25 @@ class CompletionRequest(Strict):
     temperature: Annotated[float, _within(ServerConfig, "temperature")] | None = None
     top_p: Annotated[float, _within(Sampling, "top_p")] | None = None
     top_k: Annotated[int, _within(Sampling, "top_k")] | None = None
+    min_p: Annotated[float, _within(Sampling, "min_p")] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: Annotated[
+        dict[int, float] | None, PlainValidator(_read_bias, json_schema_input_type=dict[str, float] | None)
+    ] = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Annotated[
         list[StopString], Field(max_length=16), BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
     ] = Field(default_factory=list)
+    stop_token_ids: Annotated[
+        FailFast[list[int]],
+        Field(max_length=MOST_TOKENS),
+        BeforeValidator(_as_list, json_schema_input_type=list[int] | None),
+    ] = Field(default_factory=list)
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     selfjudge: SelfJudgeOptions | None = None
@@ -121,24 +163,52 @@ class CompletionRequest(Strict):
         for name, neutral in UNSUPPORTED.items():
             value = body.get(name)
             if value is not None and not any(type(value) is type(same) and value == same for same in neutral):
-                raise ValueError(f"{name} is not supported by this server: leave it out")
+                raise RefusedError(400, f"{name} is not supported by this server: leave it out", param=name)
         return {name: value for name, value in body.items() if name not in IGNORED and name not in UNSUPPORTED}
 
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionRequest:
-        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
-        if self.selfjudge is not None and self.selfjudge.tokens and not self.stream:
-            raise ValueError("selfjudge.tokens needs stream: true")
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        origins = bool(self.selfjudge and self.selfjudge.tokens)
+        self._refuse(
+            ("max_tokens", len(limits) > 1, "and max_completion_tokens are the same limit: give one"),
+            ("stream_options", self.stream_options is not None and not self.stream, "needs stream: true"),
+            ("selfjudge.tokens", origins and not self.stream, "needs stream: true"),
+            ("min_tokens", bool(self.min_tokens and self.stop), "does not know of stop strings: give stop_token_ids"),
+            ("min_tokens", bool(limits and (self.min_tokens or 0) > max(limits)), "is more than max_tokens"),
+            *self._own_conflicts(),
+        )
         return self
+
+    @staticmethod
+    def _refuse(*conflicts: tuple[str, bool, str]) -> None:
+        for name, refused, why in conflicts:
+            if refused:
+                raise RefusedError(400, f"{name} {why}", param=name)
+
+    def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
+        """Fields of this endpoint that do not fit together."""
+        return ()
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most likely tokens are listed at each place; None where no log-probabilities are wanted."""
+        return None
 
 
 class ChatRequest(CompletionRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
+        return [("top_logprobs", bool(self.top_logprobs) and not self.logprobs, "needs logprobs: true")]
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @field_validator("messages")
     @classmethod
@@ -149,9 +219,22 @@ class ChatRequest(CompletionRequest):
 
 
 class TextRequest(CompletionRequest):
-    """POST /v1/completions: one prompt, as text or as token ids."""
+    """POST /v1/completions: prompts as text or as token ids."""
 
     prompt: Annotated[
-        str | FailFast[list[int]],
-        BeforeValidator(_single_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+        list[str | FailFast[list[int]]],
+        Field(fail_fast=True),
+        BeforeValidator(_list_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
     ]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+    def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
+        answers = len(self.prompt) * (self.n or 1)
+        many = f"times prompts is {answers}, and a request has at most {MOST_ANSWERS} answers"
+        prompts = "with logprobs is not supported: prompts have no log-probabilities here"
+        return [("n", answers > MOST_ANSWERS, many), ("echo", bool(self.echo) and self.logprobs is not None, prompts)]
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs

@@ -1,0 +1,60 @@
+"""Log-probabilities in the shapes of OpenAI's two endpoints, and the bytes of single tokens."""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from selfjudge.decoding.adjust import TokenLogprobs
+
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The characters that byte-level vocabularies write for bytes."""
+
+
+class TokenTexts:
+    """The bytes and texts of single tokens: together they are those of the answer, special tokens included."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.tokenizer, self.bytewise = tokenizer, backend is not None and "ByteLevel" in repr(backend.decoder)
+        self.read = cache(self._read)
+
+    def _read(self, token: int) -> bytes:
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")
+        if self.bytewise:
+            whole = all(character in BYTES for character in piece)
+            return bytes(BYTES[character] for character in piece) if whole else piece.encode()
+        single = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
+        return bytes.fromhex(single[1]) if single else piece.replace("▁", " ").encode()
+
+    def text(self, token: int) -> str:
+        return self.read(token).decode(errors="replace")
+
+    def join(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
+
+    def for_chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The field `logprobs` of a chat's choice."""
+
+        def describe(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": self.text(token), "logprob": logprob, "bytes": list(self.read(token))}
+
+        content = [
+            {**describe(one.token, one.logprob), "top_logprobs": [describe(*best) for best in one.top]}
+            for one in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def for_text(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        """The field `logprobs` of a text's choice, whose first token begins at `offset`."""
+        tokens, offsets = [self.text(one.token) for one in entries], []
+        for text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        tops = [{self.text(t): p for t, p in (*one.top, (one.token, one.logprob))} for one in entries]
+        logprobs = [one.logprob for one in entries]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
