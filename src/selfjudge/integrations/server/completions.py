@@ -214,35 +214,43 @@ class Completion:
 
     async def _events(self) -> AsyncIterator[str]:
         """The answers as server-sent events."""
-        usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
-        head = {**self.head, "usage": None} if usage else self.head
+        if usage := bool(self.body.stream_options and self.body.stream_options.include_usage):
+            self.head["usage"] = None
         results: list[Generation] = []
         try:
             for number in range(len(self.jobs)):
-                first = {"role": "assistant", "content": self._echo(number)}
-                for index in self._indices(number) if self.chat or first["content"] else ():
-                    yield _event(head, choices=[self._choice(index, "delta", first)])
+                echo = self._echo(number)
+                if self.chat or echo:
+                    yield self._tell(number, {"role": "assistant", "content": echo})
             while len(results) < len(self.jobs):
                 number, update = await self.updates.get()
                 if update.text or update.pieces:
                     delta = {"content": update.text} if update.text else {}
-                    logprobs = self._read_logprobs(number, len(update.pieces))
                     more = _describe_tokens(update) if self.options.tokens else {}
-                    for index in self._indices(number):
-                        yield _event(head, choices=[self._choice(index, "delta", delta, None, logprobs)], **more)
+                    yield self._tell(number, delta, logprobs=self._read_logprobs(number, len(update.pieces)), **more)
                 if update.failure:
                     yield _event(error_body(*FAILURES[update.failure]))
                     return
                 if (result := update.result) is not None:
                     results.append(result)
-                    for index in self._indices(number):
-                        last = self._choice(index, "delta", {}, _finish(result))
-                        yield _event(head, choices=[last], selfjudge=self._describe(number, result))
+                    yield self._tell(number, {}, _finish(result), selfjudge=self._describe(number, result))
             if usage:
-                yield _event(head, choices=[], usage=self._usage(results))
+                yield _event(self.head, choices=[], usage=self._usage(results))
             yield "data: [DONE]\n\n"
         finally:
             self._end()
+
+    def _tell(
+        self,
+        number: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> str:
+        """Events that say what is new about a job, one for each of its choices."""
+        choices = [self._choice(index, "delta", delta, finish, logprobs) for index in self._indices(number)]
+        return "".join(_event(self.head, choices=[choice], **more) for choice in choices)
 
     def _indices(self, number: int) -> range:
         """The choices that a job is for."""
