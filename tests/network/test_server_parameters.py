@@ -200,7 +200,7 @@ def test_filters_without_a_temperature_sample_at_one(server: Server) -> None:
 
 def test_a_rule_that_cannot_honour_a_penalty_says_so(server: Server) -> None:
     named = {"selfjudge": {"rule": "judged"}}
-    with pytest.raises(openai.BadRequestError, match="judged accepts tokens without their logits") as refused:
+    with pytest.raises(openai.BadRequestError, match="judged passes over logits") as refused:
         chat(server, presence_penalty=1, extra_body=named)
     assert refused.value.param == "selfjudge"
     assert chat(server, extra_body={}).selfjudge["rule"] == "judged"  # the server's own

@@ -16,13 +16,15 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from selfjudge.decoding.adjust import LogProbabilities
 from selfjudge.decoding.sampling import Sampling
+from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError, error_body
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, Update
 from selfjudge.integrations.server.logprobs import TokenTexts
-from selfjudge.integrations.server.parameters import choose_sampling, derive_seed, is_blind, make_edits, note_logprobs
+from selfjudge.integrations.server.parameters import choose_sampling, is_blind, make_edits
 from selfjudge.integrations.server.rules import BatchKey
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import ChatRequest, SelfJudgeOptions, TextRequest
@@ -32,6 +34,8 @@ from selfjudge.types import PHASES, Generation
 SHORT_BYTES = 1 << 12  # size of a prompt that is encoded within milliseconds
 MESSAGE_BYTES = BYTES_PER_TOKEN  # what a message counts for besides its text: the template adds a token at least
 COMPLETION_TOKENS = 16  # length of a text completion that names none, as at OpenAI
+
+Fields = dict[str, Any]  # of a JSON object
 
 
 class Encoder:
@@ -114,10 +118,10 @@ class Completion:
             raise RefusedError(400, str(error), param="messages" if self.chat else "prompt") from None
 
     def _make_job(self, prompt: list[int], sampling: Sampling | None, copy: int) -> CompletionJob:
-        body, options = self.body, self.options
-        seed = secrets.randbits(62) if body.seed is None else derive_seed(body.seed, copy)
-        ends = [*self.scheduler.pair.eos_ids, *body.stop_token_ids]
-        edits, noted = make_edits(body, prompt, ends, self.encoder.vocabulary), note_logprobs(body)
+        body, top = self.body, self.body.wanted_logprobs
+        noted = None if top is None else LogProbabilities(top)
+        edits = make_edits(body, prompt, [*self.scheduler.pair.eos_ids], self.encoder.vocabulary)
+        seed = secrets.randbits(62) if body.seed is None else row_seed(body.seed, copy) if copy else body.seed
         return CompletionJob(
             prompt,
             max_new_tokens=self._limit_length(len(prompt)),
@@ -130,25 +134,26 @@ class Completion:
             logprobs=noted,
             seed=seed,
             streamed=bool(body.stream or body.stop),
-            detailed=options.tokens or noted is not None,
+            detailed=self.options.tokens or noted is not None,
             key=self.request.state.key,
             arrived=self.request.state.arrived,  # encoding the prompt counts
         )
 
     def _choose_rule(self, sampling: Sampling | None, *, edited: bool) -> BatchKey:
         """The rule of this request. One that is blind to edited logits is refused, or replaced where none is named."""
-        options, rules = self.options, self.scheduler.rules
+        options = self.options
         trace, seeded = options.judged_tokens or options.tokens, self.body.seed is not None
+        choose = partial(self.scheduler.rules.choose, sampling=sampling, trace=trace, seeded=seeded)
         try:
             asked = options.rule_request()
-            choice = rules.choose(asked, sampling, off=options.off, trace=trace, seeded=seeded)
+            choice = choose(asked, off=options.off)
             if edited and is_blind(choice.rule):
-                if not asked.is_open:
-                    raise SelfJudgeError(
-                        f"the rule {choice.rule.name} accepts tokens without their logits, and so without penalties, "
-                        "`logit_bias` and `min_tokens`: leave these out, or name another rule"
-                    )
-                choice = rules.choose(asked, sampling, off=True, trace=trace, seeded=seeded)
+                if asked.is_open:
+                    return choose(asked, off=True)
+                raise SelfJudgeError(
+                    f"the rule {choice.rule.name} passes over logits, and so over penalties, `logit_bias` and"
+                    " `min_tokens`: leave these out, or name another rule"
+                )
         except SelfJudgeError as error:
             raise RefusedError(400, str(error), param="selfjudge" if self.body.selfjudge else "temperature") from None
         return choice
@@ -190,7 +195,7 @@ class Completion:
         self.watch.cancel()
         self._cancel("cancelled")
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> Fields:
         """The answers in one piece."""
         results: dict[int, Generation] = {}
         try:
@@ -202,7 +207,7 @@ class Completion:
                     results[number] = update.result
         finally:
             self._end()
-        choices: list[dict[str, Any]] = []
+        choices: list[Fields] = []
         for number, result in sorted(results.items()):
             message = {"role": "assistant", "content": self._echo(number) + result.text, "refusal": None}
             logprobs, described = self._read_logprobs(number, len(result.tokens)), self._describe(number, result)
@@ -241,12 +246,7 @@ class Completion:
             self._end()
 
     def _tell(
-        self,
-        number: int,
-        delta: dict[str, Any],
-        finish: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-        **more: Any,
+        self, number: int, delta: Fields, finish: str | None = None, logprobs: Fields | None = None, **more: Any
     ) -> str:
         """Events that say what is new about a job, one for each of its choices."""
         choices = [self._choice(index, "delta", delta, finish, logprobs) for index in self._indices(number)]
@@ -257,13 +257,8 @@ class Completion:
         return range(number * self.copies, (number + 1) * self.copies)
 
     def _choice(
-        self,
-        index: int,
-        name: str,
-        message: dict[str, Any],
-        finish: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        self, index: int, name: str, message: Fields, finish: str | None = None, logprobs: Fields | None = None
+    ) -> Fields:
         """One choice of a response; `name` is that of a chat's message."""
         content = {name: message} if self.chat else {"text": message.get("content", "")}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
@@ -275,7 +270,7 @@ class Completion:
         prompt = self.body.prompt[number * len(self.prompts) // len(self.jobs)]
         return prompt if isinstance(prompt, str) else self.encoder.texts.join(prompt)
 
-    def _read_logprobs(self, number: int, tokens: int) -> dict[str, Any] | None:
+    def _read_logprobs(self, number: int, tokens: int) -> Fields | None:
         """The log-probabilities of the next tokens of a job, if they are wanted."""
         if (noted := self.jobs[number].logprobs) is None:
             return None
@@ -294,12 +289,12 @@ class Completion:
         completion = self.copies * sum(len(result.tokens) for result in results)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _describe(self, number: int, result: Generation) -> dict[str, Any]:
+    def _describe(self, number: int, result: Generation) -> Fields:
         """The field `selfjudge` of an answer."""
         job = self.jobs[number]
         # by the time of its own passes: the clock stands still while answers of other settings have their turn
         seconds = sum(result.seconds.get(phase, 0.0) for phase in PHASES)
-        described: dict[str, Any] = {
+        described: Fields = {
             **job.choice.as_json(),
             "gamma": job.choice.gamma if result.gamma is None else result.gamma,
             "gamma_mean": result.gamma_mean,
@@ -316,7 +311,7 @@ class Completion:
         return described
 
 
-def _describe_tokens(update: Update) -> dict[str, Any]:
+def _describe_tokens(update: Update) -> Fields:
     """The field `selfjudge` of a chunk whose tokens were asked for."""
     if not update.pieces:
         return {}
@@ -327,7 +322,7 @@ def _describe_tokens(update: Update) -> dict[str, Any]:
     return {"selfjudge": {"cycle": update.cycle, "tokens": tokens}}
 
 
-def _event(data: dict[str, Any], **more: Any) -> str:
+def _event(data: Fields, **more: Any) -> str:
     return f"data: {json.dumps({**data, **more}, ensure_ascii=False)}\n\n"
 
 

@@ -43,11 +43,9 @@ class TokenTexts:
         def describe(token: int, logprob: float) -> dict[str, Any]:
             return {"token": self.text(token), "logprob": logprob, "bytes": list(self.read(token))}
 
-        content = [
-            {**describe(one.token, one.logprob), "top_logprobs": [describe(*best) for best in one.top]}
-            for one in entries
-        ]
-        return {"content": content, "refusal": None}
+        tops = [[describe(*best) for best in entry.top] for entry in entries]
+        content = [describe(entry.token, entry.logprob) for entry in entries]
+        return {"content": [{**c, "top_logprobs": t} for c, t in zip(content, tops, strict=True)], "refusal": None}
 
     def for_text(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
         """The field `logprobs` of a text's choice, whose first token begins at `offset`."""

@@ -169,22 +169,18 @@ class CompletionRequest(Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionRequest:
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        origins = bool(self.selfjudge and self.selfjudge.tokens)
-        self._refuse(
+        origins = self.selfjudge is not None and self.selfjudge.tokens
+        for name, refused, why in (
             ("max_tokens", len(limits) > 1, "and max_completion_tokens are the same limit: give one"),
             ("stream_options", self.stream_options is not None and not self.stream, "needs stream: true"),
             ("selfjudge.tokens", origins and not self.stream, "needs stream: true"),
             ("min_tokens", bool(self.min_tokens and self.stop), "does not know of stop strings: give stop_token_ids"),
             ("min_tokens", bool(limits and (self.min_tokens or 0) > max(limits)), "is more than max_tokens"),
             *self._own_conflicts(),
-        )
-        return self
-
-    @staticmethod
-    def _refuse(*conflicts: tuple[str, bool, str]) -> None:
-        for name, refused, why in conflicts:
+        ):
             if refused:
                 raise RefusedError(400, f"{name} {why}", param=name)
+        return self
 
     def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
         """Fields of this endpoint that do not fit together."""
