@@ -8,7 +8,6 @@ responses.jsonl             all responses
 manifest.json               written last: its existence means done
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +36,15 @@ class Labels:
     counts: dict[str, int]
 
 
+def name_shard_files(number: int) -> list[str]:
+    return [f"labels-{number:05d}.jsonl", f"hidden-{number:05d}.safetensors"]
+
+
 def write_shard(run: RunFolder, number: int, labels: Labels, made_from: str) -> Row:
     """Write a shard of labels; returns its seal, with the counts of the labels."""
     rows, arrays, out = labels.rows, labels.arrays, run.path
     assert all(len(array) == len(rows) for array in arrays.values())
-    names = [f"labels-{number:05d}.jsonl", f"hidden-{number:05d}.safetensors"]
+    names = name_shard_files(number)
     write_rows(out / names[0], rows)
     write_tensors(out / names[1], arrays)
     return run.seal(f"labels-{number:05d}", names, made_from, rows=len(rows), **labels.counts)
@@ -59,13 +62,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_shards(folder: Path, manifest: Row) -> None:
-    """Refuse shards that are not each a file of labels and one of features of their own, or whose counts differ."""
-    names = [name for shard in manifest["shards"] for name in shard["files"]]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise SelfJudgeError(f"{folder}/manifest.json names {twice[0]} twice")
-    for shard in manifest["shards"]:
-        kinds = [name.partition("-")[0] for name in shard["files"]]
-        if kinds[:2] != ["labels", "hidden"] or len({name.partition(".")[0][-5:] for name in shard["files"]}) > 1:
+    """Refuse shards that are not the numbered files of labels and features, or whose counts differ."""
+    for number, shard in enumerate(manifest["shards"]):
+        if list(shard["files"]) != name_shard_files(number):
             raise SelfJudgeError(f"{folder}/manifest.json has a shard of other files: {', '.join(shard['files'])[:80]}")
     for key in ("rows", "acceptable"):
         if (counted := sum(shard[key] for shard in manifest["shards"])) != manifest[key]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,6 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import fill_template, write_text
 from selfjudge.train.thresholds import count_above
 
-BINS = 10
 QUALITIES = (0.8, 0.9, 0.95)
 
 
@@ -29,21 +27,6 @@ class Evidence:
         """The point of a threshold on the ROC curve: shares of bad and of acceptable rows that are accepted."""
         above, acceptable = self.scores > theta, self.labels > 0.5
         return float(above[~acceptable].mean()), float(above[acceptable].mean())
-
-    def trace_roc(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The ROC curve: shares of bad and of acceptable rows that are accepted, θ ascending."""
-        above = count_above(self.scores, self.labels)
-        acceptable = self.labels > 0.5
-        return above.bad / max(1, (~acceptable).sum()), above.acceptable / max(1, acceptable.sum())
-
-    def bin_scores(self) -> list[tuple[float, float, int, float]]:
-        """(from, to, rows, share of acceptable) by tenths of the score."""
-        number = np.minimum((self.scores * BINS).astype(int), BINS - 1)
-        return [
-            (b / BINS, (b + 1) / BINS, int((number == b).sum()), float(self.labels[number == b].mean()))
-            for b in range(BINS)
-            if (number == b).any()
-        ]
 
 
 def write_card(folder: Path, judge: JudgeConfig, evidence: Evidence) -> None:
@@ -63,19 +46,18 @@ def format_card(judge: JudgeConfig, evidence: Evidence) -> str:
 
 
 def draw(file: Path, judge: JudgeConfig, evidence: Evidence) -> None:
-    """Draw the ROC curve with F and R, and the calibration curve."""
+    """Draw the ROC curve with F and R."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(*evidence.trace_roc(), label=f"AUC {judge.metrics['auc_mismatch']:.3f}")
-    left.plot([0, 1], [0, 1], color="0.8", linewidth=1)
+    _, acceptable, bad = count_above(evidence.scores, evidence.labels)
+    n_acceptable = (evidence.labels > 0.5).sum()
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    auc = f"AUC {judge.metrics['auc_mismatch']:.3f}"
+    axes.plot(bad / max(1, len(evidence.labels) - n_acceptable), acceptable / max(1, n_acceptable), label=auc)
+    axes.plot([0, 1], [0, 1], color="0.8", linewidth=1)
     for name, mark in (("F", "o"), ("R", "s")):
-        left.plot(*evidence.locate(judge.thresholds[name]), mark, color="black", label=name, fillstyle="none")
-    left.set(xlabel="unacceptable tokens accepted", ylabel="acceptable tokens accepted", title="holdout mismatches")
-    left.legend()
-    bins = evidence.bin_scores()
-    right.plot([(low + high) / 2 for low, high, _, _ in bins], [share for *_, share in bins], marker="o")
-    right.plot([0, 1], [0, 1], color="0.8", linewidth=1)
-    right.set(xlabel="score", ylabel="share that is acceptable", title="calibration")
+        axes.plot(*evidence.locate(judge.thresholds[name]), mark, color="black", label=name, fillstyle="none")
+    axes.set(xlabel="unacceptable tokens accepted", ylabel="acceptable tokens accepted", title="holdout mismatches")
+    axes.legend()
     figure.savefig(file, dpi=100)
