@@ -172,19 +172,20 @@ def demo_result() -> dict[str, Any]:
     same = {
         "uses_judge": False,
         "gamma": 3,
+        "gamma_mean": 3.0,
         "tokens_per_second": 50.0,
         "speed_over_plain": 1.5,
         "same_answer_as_plain": 1.0,
         "same_start_as_plain": 1.0,
     }
     rows: list[dict[str, Any]] = [
-        {"rule": "plain", "mean_accepted_length": None, "judged_share": 0.0, **same, "gamma": 0, "speed_over_plain": 1.0, "tokens": words},
+        {"rule": "plain", "mean_accepted_length": None, "judged_share": 0.0, **same, "gamma": 0, "gamma_mean": 0.0, "speed_over_plain": 1.0, "tokens": words},
         {"rule": "exact", "mean_accepted_length": 2.1, "judged_share": 0.0, **same, "tokens": words},
         {"rule": "topk:2", "mean_accepted_length": 2.8, "judged_share": 0.1, **same, "example": HOSTILE[0]},
         {"rule": "judged, shipped", "mean_accepted_length": 2.6, "judged_share": 0.05, **same, "uses_judge": True, "speed_over_plain": 1.8,
          "tokens_per_second": 60.0, "same_answer_as_plain": 0.25, "same_start_as_plain": 0.4, "tokens": judged + hostile},
     ]  # fmt: skip
-    return {"prompt": HOSTILE[3], "rows": rows, "substitutions": [], "dtype": "q4", "draft_dtype": HOSTILE[0]}
+    return {"prompt": HOSTILE[3], "rows": rows, "dtype": "q4", "draft_dtype": HOSTILE[0]}
 
 
 def samples(lengths: list[tuple[int, int]], scores: list[float]) -> list[dict[str, Any]]:

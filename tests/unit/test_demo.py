@@ -16,7 +16,7 @@ import pytest
 from fake_labels import label_folder, straight
 from selfjudge.bench import demo
 from selfjudge.bench.config import DemoConfig
-from selfjudge.bench.demo import ACCEPTABLE, Demo, Gain, same_start
+from selfjudge.bench.demo import ACCEPTABLE, SideBySide, answer_question, make_judge, same_start
 from selfjudge.cli import main as cli
 from selfjudge.cli.bench import _ledger_in
 from selfjudge.cli.groups import PairOptions
@@ -28,6 +28,7 @@ from selfjudge.store.load import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import load_rows
 from selfjudge.tune.ledger import find_earlier, ledger_file, note_attempt
+from selfjudge.types import Generation
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -81,13 +82,11 @@ def test_a_judge_is_made_although_hardly_any_of_a_few_labels_is_acceptable(
         return read_manifest(out)
 
     monkeypatch.setattr("selfjudge.bench.demo.label_pair", few_labels)
-    run = Demo(tiny_pair, tiny_pair, DemoConfig(limit=1), lambda stage, share: None)
-    run.make_judge(tmp_path)
-    own = run.result["own"]
+    judge, own = make_judge(tiny_pair, tmp_path, 1, lambda stage, share: None)
     assert 0 < own["acceptable"] < 0.15
     assert "why_not" not in own
     assert own["auc"] > 0.5
-    assert list(run.judges) == ["judged, made just now"]
+    assert judge is not None
     labels = tmp_path / "labels"
     for seed in range(10):  # however the prompts are split
         load_rows([labels], TrainConfig(acceptable=ACCEPTABLE, seed=seed))
@@ -116,14 +115,13 @@ def test_a_row_is_printed_before_the_next_rule_answers(
     run_demo: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    answer = Demo._row
+    answer = SideBySide._answer
 
-    def watched(self: Demo, name: str, *rest: Any) -> dict[str, Any]:
-        out = capsys.readouterr().out
-        seen.append(out)
-        return answer(self, name, *rest)
+    def watched(self: SideBySide, *rest: Any) -> list[Generation]:
+        seen.append(capsys.readouterr().out)
+        return answer(self, *rest)
 
-    monkeypatch.setattr(Demo, "_row", watched)
+    monkeypatch.setattr(SideBySide, "_answer", watched)
     assert run_demo()[0] == 0
     assert "exact" not in seen[0]
     assert "plain" in seen[1]
@@ -132,14 +130,14 @@ def test_a_row_is_printed_before_the_next_rule_answers(
 
 
 def test_an_interrupt_loses_nothing(run_demo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    answer = Demo._row
+    answer = SideBySide._answer
 
-    def interrupted(self: Demo, name: str, *rest: Any) -> dict[str, Any]:
+    def interrupted(self: SideBySide, turn: int, number: int, name: str, *rest: Any) -> list[Generation]:
         if name == "topk:2":
             raise KeyboardInterrupt
-        return answer(self, name, *rest)
+        return answer(self, turn, number, name, *rest)
 
-    monkeypatch.setattr(Demo, "_row", interrupted)
+    monkeypatch.setattr(SideBySide, "_answer", interrupted)
     code, out, err = run_demo()
     assert code == 130
     assert "exact" in out
@@ -151,14 +149,14 @@ def test_an_interrupt_loses_nothing(run_demo: Run, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failure_prints_no_half_result(run_demo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    answer = Demo._row
+    answer = SideBySide._answer
 
-    def failing(self: Demo, name: str, *rest: Any) -> dict[str, Any]:
+    def failing(self: SideBySide, turn: int, number: int, name: str, *rest: Any) -> list[Generation]:
         if name == "topk:2":
             raise SelfJudgeError("the disk is full")
-        return answer(self, name, *rest)
+        return answer(self, turn, number, name, *rest)
 
-    monkeypatch.setattr(Demo, "_row", failing)
+    monkeypatch.setattr(SideBySide, "_answer", failing)
     code, out, err = run_demo("--json")
     assert (code, out) == (2, "")
     assert err.endswith("selfjudge: the disk is full\n")
@@ -184,10 +182,9 @@ def test_the_gain_comes_first_and_the_last_lines_say_it(run_demo: Run, with_gain
     assert "--small" in lines[1]
     assert out.index("little to gain") < out.index("Rules side by side")
     assert out.index("turn 1: plain ") < out.index("turn 2: plain ") < out.index("Rules side by side")
-    assert re.search(r"^exact .* the same *$", out, re.M)
+    assert re.search(r"^exact .* 100\.0\s% *$", out, re.M)
     assert [line.partition(":")[0] for line in lines[-3:]] == ["Gained", "Cost", "Next"]
     assert re.search(r"exact wrote the same 12 tokens in \d+ passes of the large model instead of 12", lines[-3])
-    assert "tokens substituted" in out
     assert "|" in out.split("[accepted|what the target wanted]")[1]  # a substitution, marked
     page = (tmp_path / "demo.html").read_text()
     assert page.index("What speculation gains") < page.index("Rules side by side")
@@ -206,7 +203,7 @@ def test_the_gain_as_json(run_demo: Run, with_gain: None) -> None:
     plain, exact, relaxed = found["rows"]
     assert [len(row["seconds"]) for row in found["rows"]] == [2, 2, 2]
     assert (plain["passes"], plain["mean_accepted_length"], plain["speed_over_plain"]) == (12, 1, 1)
-    assert exact["same_as_plain"]
+    assert exact["same_answer_as_plain"] == exact["same_start_as_plain"] == 1
     assert exact["example"] == plain["example"]
     assert relaxed["judged"] == sum(token[1] == "judge" for token in relaxed["tokens"]) > 0
     assert all(choice and 0 < p <= 1 for _, origin, choice, p, _ in relaxed["tokens"] if origin == "judge")
@@ -219,17 +216,17 @@ def test_a_relaxed_rule_drafts_as_much_as_exact_and_every_token_counts(
         demo, "RULES", {"plain": ("exact", 0), "exact": ("exact", 3), "topk:20": ("topk:20,strict_start=0", None)}
     )
     said: list[tuple[str, float]] = []
-    run = Gain(tiny_pair, DemoConfig(turns=1), lambda stage, share: said.append((stage, share)))
+    run = answer_question(tiny_pair, DemoConfig(turns=1), lambda stage, share: said.append((stage, share)))
     assert [(turn, name) for turn, name, _ in run.measure()] == [(1, "plain"), (1, "exact"), (1, "topk:20")]
     assert [row["gamma_mean"] for row in run.result["rows"]][1:] == [3, 3]
     assert "topk:20 drafts as much per step as exact did" in gain_table(run.result).note
     plain = [(stage, share) for stage, share in said if stage.startswith("turn 1 of 1: plain")]
     assert plain[0] == ("turn 1 of 1: plain", 0)
     assert plain[-1] == ("turn 1 of 1: plain, 12 of at most 12 tokens", pytest.approx(1 / 3))
-    assert [stage for stage, _ in said][-1].endswith(f"{len(run.answers['topk:20'].tokens)} of 12 tokens")
+    assert [stage for stage, _ in said][-1].endswith(f"{len(run.answers['topk:20'][0].tokens)} of 12 tokens")
     shares = [share for stage, share in said if stage.startswith("turn")]
     assert shares == sorted(shares)
-    run.answers["exact"] = replace(run.answers["exact"], drafted=0)
+    run.answers["exact"] = [replace(run.answers["exact"][0], drafted=0)]
     assert run._like_exact() == 1  # plain decoding was the cheapest: one draft is the least
 
 
@@ -255,13 +252,13 @@ def test_the_small_demo_leaves_the_large_model_out(run_demo: Run, with_gain: Non
 def test_an_interrupt_during_the_gain_keeps_its_answers(
     answers: int, run_demo: Run, with_gain: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measure = Gain.measure
+    measure = SideBySide.measure
 
-    def interrupted(self: Gain) -> Iterator[tuple[int, str, float]]:
+    def interrupted(self: SideBySide) -> Iterator[tuple[int, str, float]]:
         yield from islice(measure(self), answers)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Gain, "measure", interrupted)
+    monkeypatch.setattr(SideBySide, "measure", interrupted)
     code, out, err = run_demo()
     assert code == 130
     assert "interrupted" in err
@@ -280,7 +277,7 @@ def test_speeds_of_a_busy_machine_are_said_to_be_so(
     assert code == 0
     assert out.count(busy) == 3  # below either table, and in what was gained
     assert re.search(r"^exact +[\d.]+ .* busy +busy ", out, re.M)
-    assert re.search(r"^exact +busy +busy .* the same *$", out, re.M)
+    assert re.search(r"^exact +[\d.]+ +[\d.]+ .* busy +busy +100", out, re.M)
     gained, cost = out.splitlines()[-3:-1]
     assert busy in gained
     assert "×" not in gained + cost
@@ -292,8 +289,9 @@ def test_speeds_of_a_busy_machine_are_said_to_be_so(
 
 def gain_of(seconds: dict[str, list[float]], busy: str) -> dict[str, Any]:
     """What the question gave, with these seconds of the turns; every answer has ten tokens."""
-    known = {"passes": 5, "judged": 0, "same_as_plain": True, "tokens": 10 * [["a", "draft"]]}
+    known = {"passes": 5, "judged": 0, "same_answer_as_plain": 1.0, "tokens": 10 * [["a", "draft"]]}
     speeds = {"tokens_per_second": 10.0, "speed_over_plain": 2.0, "mean_accepted_length": 2.0, "gamma_mean": 3.0}
+    known |= {"busy": busy, "judged_share": 0.0, "same_start_as_plain": 1.0}
     rows = [{"rule": name, "seconds": each, **known, **speeds} for name, each in seconds.items()]
     return {"pair": "tiny", "prompt": "?", "dtype": "q4", "draft_dtype": "q4", "busy": busy, "rows": rows}
 
@@ -309,7 +307,7 @@ def test_turns_of_a_busy_machine_show_no_speed() -> None:
     assert "×" not in gained + cost
     page = demo_page({"gain": found, "rows": []})
     assert page.count("this machine is busy") == 1
-    found["busy"] = ""
+    found = gain_of(turns, "")
     assert [ratio.show(row) for row in gain_table(found).rows] == ["2.00"] * 3
 
 

@@ -2,10 +2,9 @@
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from selfjudge.bench.config import DemoConfig
@@ -16,7 +15,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
-from selfjudge.models.pair import Pair
+from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on, write_rows
 from selfjudge.store.load import LoadWatch
@@ -29,11 +28,8 @@ QUESTION = (
 )
 """Of the kind on which the draft is best: word problems. Open questions gain less."""
 RELAXED = "judged:q0.95"
-RULES: dict[str, tuple[str, Gamma | None]] = {
-    "plain": ("exact", 0),
-    "exact": ("exact", "auto"),
-    RELAXED: (RELAXED, None),
-}
+Rules = Mapping[str, tuple[str | AcceptanceRule, Gamma | None]]
+RULES: Rules = {"plain": ("exact", 0), "exact": ("exact", "auto"), RELAXED: (RELAXED, None)}
 """What answers in each turn: names as they are shown, rules and γ; None drafts as much as `exact` did, so that the two
 compare."""
 MOST_TOKENS = 192
@@ -43,76 +39,127 @@ QUALITY = 0.9  # share of the bad substitutions that the judges shown must rejec
 OWN, SHIPPED = "judged, made just now", "judged, shipped"
 
 
-class Gain:
-    """One question under all `RULES`. `result` is what is known so far, `rows` of it in their order."""
+class SideBySide:
+    """Prompts answered one by one under each rule, by turns; rules are as in `RULES`, `plain` first.
 
-    def __init__(self, pair: Pair, config: DemoConfig, notify: Notify) -> None:
-        self.pair, self.turns, self.notify = pair, config.turns, notify
-        self.rules = {name: how for name, how in RULES.items() if pair.judge is not None or name != RELAXED}
-        self.seconds: dict[str, list[float]] = {name: [] for name in self.rules}
-        self.answers: dict[str, Generation] = {}
-        engines = PairEngines(pair)
+    `result` is what is known so far: `rows` has the figures of each rule that has answered."""
+
+    def __init__(
+        self, pair: Pair, prompts: Sequence[Prompt], rules: Rules, notify: Notify, *, turns: int, max_new_tokens: int
+    ) -> None:
+        self.pair, self.prompts, self.rules, self.notify = pair, prompts, rules, notify
+        self.turns, self.max_new_tokens = turns, max_new_tokens
+        self.seconds: dict[str, list[float]] = {name: [] for name in rules}  # of each turn
+        self.answers: dict[str, list[Generation]] = {}  # of the first turn
         self.result: dict[str, Any] = {
             "pair": pair.name,
             **measured_on(),
             "dtype": pair.dtype,
-            "draft_dtype": engines.draft_dtype,
-            "prompt": QUESTION,
+            "draft_dtype": PairEngines(pair).draft_dtype,
+            "prompt": prompts[0],
+            "prompts": len(prompts),
+            "max_new_tokens": max_new_tokens,
             "rows": [],
             "busy": "",
         }
 
     def measure(self) -> Iterator[tuple[int, str, float]]:
-        """Answer by turns; after each answer its turn, its rule and its seconds."""
+        """Answer by turns; after each rule its turn, its name and its seconds."""
         for number, (rule, gamma) in enumerate(self.rules.values()):  # the first passes read the file, or compile
             self.notify("warming up", number / len(self.rules))
-            generate(self.pair, QUESTION, rule, gamma="auto" if gamma is None else gamma, max_new_tokens=8)
+            generate(self.pair, self.prompts[0], rule, gamma="auto" if gamma is None else gamma, max_new_tokens=8)
         load = LoadWatch()
         for turn in range(self.turns):
             for number, (name, (rule, gamma)) in enumerate(self.rules.items()):
                 begun = time.perf_counter()
-                answer = self._answer(turn, number, name, rule, self._like_exact() if gamma is None else gamma)
+                answers = self._answer(turn, number, name, rule, self._like_exact() if gamma is None else gamma)
                 self.seconds[name].append(time.perf_counter() - begun)
-                self.answers.setdefault(name, answer)
-                if len(self.answers) > 1:  # plain alone shows no gain
-                    turns = min(len(self.seconds[known]) for known in self.answers)  # of a turn half done, nothing
-                    self.result["rows"] = [self._row(known, turns) for known in self.answers]
-                    self.result["busy"] = load.describe(self.seconds.values())
+                self.answers.setdefault(name, answers)
+                self.result["busy"] = load.describe(self.seconds.values())
+                turns = min(len(self.seconds[known]) for known in self.answers)  # of a turn half done, nothing
+                self.result["rows"] = [self._row(known, turns) for known in self.answers]
                 yield turn + 1, name, self.seconds[name][-1]
 
-    def _answer(self, turn: int, number: int, name: str, rule: str, gamma: Gamma) -> Generation:
-        """One answer, its tokens counted as they come; the first one's length is not known before it ends."""
-        words, answers = f"turn {turn + 1} of {self.turns}: {name}", len(self.rules) * self.turns
-        length = len(self.answers["plain"].tokens) if self.answers else MOST_TOKENS
-        of = f"of {length}" if self.answers else f"of at most {length}"
-        answer = stream(self.pair, QUESTION, rule, gamma=gamma, max_new_tokens=MOST_TOKENS)
-        begun = turn * len(self.rules) + number
-        self.notify(words, begun / answers)
-        for count, _ in enumerate(answer, 1):
-            self.notify(f"{words}, {count} {of} tokens", (begun + min(count / length, 1)) / answers)
-        return answer.generation
+    def _answer(self, turn: int, number: int, name: str, rule: str | AcceptanceRule, gamma: Gamma) -> list[Generation]:
+        """The answers of one rule, their tokens counted as they come; the length of those of `plain` is not known."""
+        words, answered = f"turn {turn + 1} of {self.turns}: {name}", turn * len(self.rules) + number
+        plain = self.answers.get("plain")
+        length = sum(len(a.tokens) for a in plain) if plain else self.max_new_tokens * len(self.prompts)
+        of, every = f"of {length}" if plain else f"of at most {length}", self.turns * len(self.rules)
+        self.notify(words, answered / every)
+        answers, counter = [], itertools.count(1)
+        for prompt in self.prompts:
+            answer = stream(self.pair, prompt, rule, gamma=gamma, max_new_tokens=self.max_new_tokens)
+            for _, count in zip(answer, counter, strict=False):
+                self.notify(f"{words}, {count} {of} tokens", (answered + min(count / length, 1)) / every)
+            answers.append(answer.generation)
+        return answers
 
     def _like_exact(self) -> int:
         """γ of a relaxed rule: as many drafts per step as `exact` had in the first turn."""
-        return max(1, round(self.answers["exact"].gamma_mean or 0))
+        return max(1, round(pooled_figures(self.answers["exact"])["gamma_mean"] or 0))
 
     def _row(self, name: str, turns: int) -> dict[str, Any]:
-        """The figures of a rule: medians of so many turns, the answer of the first."""
-        answer, plain = self.answers[name], self.answers["plain"]
-        speed = {n: len(a.tokens) / median(self.seconds[n][:turns]) for n, a in self.answers.items()}
+        """The figures of a rule: medians of so many turns, the answers of the first."""
+        answers, (rule, gamma) = self.answers[name], self.rules[name]
+        plain = self.answers["plain"]
+        speed = {
+            n: sum(len(a.tokens) for a in self.answers[n]) / median(self.seconds[n][:turns]) for n in ("plain", name)
+        }
         return {
             "rule": name,
-            "gamma_mean": answer.gamma_mean,
-            "mean_accepted_length": answer.mean_accepted_length,
-            "passes": answer.cycles + 1,
+            "uses_judge": rule == RELAXED or isinstance(rule, Judged),
+            "gamma": gamma,
+            **pooled_figures(answers),
+            "passes": sum(a.cycles + 1 for a in answers),
             "seconds": self.seconds[name][:turns],
             "tokens_per_second": speed[name],
             "speed_over_plain": speed[name] / speed["plain"],
-            "judged": len(answer.judged_tokens),
-            "same_as_plain": answer.tokens == plain.tokens,
-            "example": answer.text,
-            "tokens": list_tokens(self.pair, answer),
+            "busy": self.result["busy"],
+            "judged": sum(len(a.judged_tokens) for a in answers),
+            "same_answer_as_plain": mean(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True)),
+            "same_start_as_plain": mean(same_start(a.tokens, b.tokens) for a, b in zip(answers, plain, strict=True)),
+            "example": answers[0].text,
+            "tokens": list_tokens(self.pair, answers[0]),
         }
+
+
+def answer_question(pair: Pair, config: DemoConfig, notify: Notify) -> SideBySide:
+    """One question under all `RULES`, without the judge where the pair has none."""
+    rules = {name: how for name, how in RULES.items() if pair.judge is not None or name != RELAXED}
+    return SideBySide(pair, [QUESTION], rules, notify, turns=config.turns, max_new_tokens=MOST_TOKENS)
+
+
+def compare_judges(pair: Pair, judges: Mapping[str, Judge], config: DemoConfig, notify: Notify) -> SideBySide:
+    """Built-in prompts answered plainly, with `exact`, `topk` and every judge."""
+    rules: dict[str, AcceptanceRule] = {"exact": EXACT, "topk:2": TopK(special=pair.special_ids)}
+    rules |= {name: Judged(j, j.quality(QUALITY), special=pair.special_ids) for name, j in judges.items()}
+    prompts = [text for _, text in BUILT_IN[: config.limit]]
+    every: Rules = {"plain": (EXACT, 0), **{name: (rule, "auto") for name, rule in rules.items()}}
+    return SideBySide(pair, prompts, every, notify, turns=1, max_new_tokens=config.max_new_tokens)
+
+
+def make_judge(pair: Pair, folder: Path, limit: int, notify: Notify) -> tuple[Judge | None, dict[str, Any]]:
+    """A small labelling run on prompts after the first `limit`, a judge from it, and the figures of both.
+
+    So few labels may not do: then the figures say why there is none."""
+    own: dict[str, Any] = {}
+    begun = time.perf_counter()
+    try:
+        others = BUILT_IN[min(limit, len(BUILT_IN) - LABELLED) :]
+        write_rows(folder / "prompts.jsonl", ({"prompt": text} for _, text in others))
+        config = LabelConfig(prompts=(str(folder / "prompts.jsonl"),), max_new_tokens=64, suffix_length=10)
+        labels = label_pair(pair, folder / "labels", config, notify=notify)
+        own["labels"], own["tau"] = labels["rows"], labels["tau"]
+        own["acceptable"], own["learnt_as_acceptable"] = labels["acceptable"] / labels["rows"], ACCEPTABLE
+        own["label_seconds"] = time.perf_counter() - begun
+        training = TrainConfig(acceptable=ACCEPTABLE)
+        judge = train_judge([folder / "labels"], folder / "judge", training, notify=notify)
+    except SelfJudgeError as error:
+        return None, {**own, "why_not": str(error)}
+    own["auc"], own["auc_of"] = judge["metrics"]["auc_mismatch"], judge["metrics"]["n_holdout"]
+    own["train_seconds"] = time.perf_counter() - begun - own["label_seconds"]
+    return Judge.from_pretrained(folder / "judge"), own
 
 
 def list_tokens(pair: Pair, answer: Generation) -> list[list[Any]]:
@@ -128,89 +175,3 @@ def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:
     """The share of an answer before the first token that differs from another answer's; 1 where they are equal."""
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
     return same / max(len(tokens), len(others), 1)
-
-
-class Demo:
-    """A demo. `result` is what it has found so far: it can be printed whenever the demo is stopped.
-
-    `pair` decodes; `full`, the same models in floats, makes labels."""
-
-    def __init__(self, pair: Pair, full: Pair, config: DemoConfig, notify: Notify) -> None:
-        self.pair, self.full, self.config, self.notify = pair, full, config, notify
-        self.prompts = [text for _, text in BUILT_IN[: config.limit]]
-        self._plain: list[Generation] = []
-        self.judges: dict[str, Judge] = {}
-        self.result: dict[str, Any] = {
-            "pair": pair.name,
-            **measured_on(),
-            "prompt": self.prompts[0],
-            "prompts": len(self.prompts),
-            "max_new_tokens": config.max_new_tokens,
-            "quality": QUALITY,
-            "own": {},
-            "rows": [],
-            "substitutions": [],
-            "dtype": pair.dtype,
-            "draft_dtype": PairEngines(pair).draft_dtype,
-        }
-
-    def make_judge(self, folder: Path) -> None:
-        """A small labelling run and a judge from it. So few labels may not do: then `own` says why there is none."""
-        own = self.result["own"]
-        begun = time.perf_counter()
-        try:
-            others = BUILT_IN[min(self.config.limit, len(BUILT_IN) - LABELLED) :]
-            write_rows(folder / "prompts.jsonl", ({"prompt": text} for _, text in others))
-            config = LabelConfig(prompts=(str(folder / "prompts.jsonl"),), max_new_tokens=64, suffix_length=10)
-            labels = label_pair(self.full, folder / "labels", config, notify=self.notify)
-            own["labels"], own["tau"] = labels["rows"], labels["tau"]
-            own["acceptable"], own["learnt_as_acceptable"] = labels["acceptable"] / labels["rows"], ACCEPTABLE
-            own["label_seconds"] = time.perf_counter() - begun
-            training = TrainConfig(acceptable=ACCEPTABLE)
-            judge = train_judge([folder / "labels"], folder / "judge", training, notify=self.notify)
-            own["auc"], own["auc_of"] = judge["metrics"]["auc_mismatch"], judge["metrics"]["n_holdout"]
-            own["train_seconds"] = time.perf_counter() - begun - own["label_seconds"]
-        except SelfJudgeError as error:
-            own["why_not"] = str(error)
-        else:
-            self.judges[OWN] = Judge.from_pretrained(folder / "judge")
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Answer the prompts plainly, with `exact`, `topk` and every judge: a row of figures for each."""
-        special = self.pair.special_ids
-        judged = {name: Judged(j, j.quality(QUALITY), special=special) for name, j in self.judges.items()}
-        rules: dict[str, AcceptanceRule] = {"plain": EXACT, "exact": EXACT, "topk:2": TopK(special=special), **judged}
-        self.notify("warming up", 0.0)  # the first pass may compile a kernel
-        generate(self.pair, self.prompts[:1], gamma="auto", max_new_tokens=2)
-        for number, (name, rule) in enumerate(rules.items()):
-            self.notify(f"{name}: answering {len(self.prompts)} prompts", number / len(rules))
-            row = self._row(name, rule, 0 if name == "plain" else "auto")
-            self.result["rows"].append(row)
-            yield row
-
-    def _row(self, name: str, rule: AcceptanceRule, gamma: Gamma) -> dict[str, Any]:
-        start, load = time.perf_counter(), LoadWatch()
-        answers = generate(
-            self.pair, self.prompts, rule, gamma=gamma, max_new_tokens=self.config.max_new_tokens, batch=1
-        )
-        speed, busy = sum(len(a.tokens) for a in answers) / (time.perf_counter() - start), load.describe()
-        self._plain = self._plain or answers
-        if name == SHIPPED:
-            pairs = Counter((judged.target_text, judged.text) for a in answers for judged in a.judged_tokens)
-            self.result["substitutions"] = [(*texts, count) for texts, count in pairs.most_common()]
-        same = sum(a.tokens == b.tokens for a, b in zip(answers, self._plain, strict=True))
-        starts = [same_start(a.tokens, b.tokens) for a, b in zip(answers, self._plain, strict=True)]
-        first = self.result["rows"][0]["tokens_per_second"] if self.result["rows"] else speed
-        return {
-            "rule": name,
-            "uses_judge": rule.judge is not None,
-            "gamma": gamma,
-            **pooled_figures(answers),
-            "tokens_per_second": speed,
-            "speed_over_plain": speed / first,
-            "busy": busy,
-            "same_answer_as_plain": same / len(answers),
-            "same_start_as_plain": sum(starts) / len(starts),
-            "example": answers[0].text,
-            "tokens": list_tokens(self.pair, answers[0]),
-        }

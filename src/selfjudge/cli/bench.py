@@ -91,7 +91,7 @@ def demo(
     config = config.as_asked
     large = AnsweringPair()
     large.check()
-    result: dict[str, Any] = {"rows": [], "substitutions": []}
+    result: dict[str, Any] = {"rows": []}
     alone = config.small or large.name == SMALL
     if not as_json:
         names = [SMALL] if alone else [large.name, SMALL]
@@ -112,10 +112,10 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
     """Answer one question plainly, under `exact` and relaxed, by turns."""
     pair = models.load()
 
-    from selfjudge.bench.demo import Gain
+    from selfjudge.bench.demo import answer_question
 
     with Progress(patient=True, quiet=quiet) as progress:
-        gain = Gain(pair, config, progress)
+        gain = answer_question(pair, config, progress)
         result["gain"] = gain.result
         progress.print(f"\nWhat speculation gains: {pair.name}, {pair.dtype}, one question by turns\n")
         progress.print(f"> {gain.result['prompt']}\n")
@@ -149,25 +149,28 @@ def _show_line(config: DemoConfig, result: dict[str, Any], quiet: bool) -> None:
     pair = models.load()
     full = models.load(full_precision=True) if pair.dtype == "q4" and config.labels else pair
 
-    from selfjudge.bench.demo import SHIPPED, Demo
+    from selfjudge.bench.demo import OWN, QUALITY, SHIPPED, compare_judges, make_judge
 
+    judges: dict[str, selfjudge.Judge] = {}
     with Progress(patient=True, quiet=quiet) as progress, tempfile.TemporaryDirectory() as folder:
-        say, run = progress.print, Demo(pair, full, config, progress)
-        result |= run.result
-        run.result = result
+        say = progress.print
         say(f"\nHow a judge is made and compared. {pair.name} is so small that there is little to gain with it.")
         if config.labels:
             say(f"\nA judge of your own: {pair.name} labels its own drafts\n")
-            run.make_judge(Path(folder))
+            judge, result["own"] = make_judge(full, Path(folder), config.limit, progress)
+            judges |= {OWN: judge} if judge is not None else {}
             say(fill_text("demo-own", own=result["own"]))
         if models.shipped_judge:
-            run.judges[SHIPPED] = selfjudge.Judge.from_pretrained(models.shipped_judge)
-        say(f"\nRules side by side: {pair.name}, {len(run.prompts)} prompts\n{_line(HEADS)}")
-        for row in run.rows():
-            say(_line([column.show(row) for column in COLUMNS]))
-        say(fill_text("demo-notes", explained=explain("m", "γ", "judged"), quality=result["quality"]))
-        if busy := next((row["busy"] for row in result["rows"] if row["busy"]), ""):
-            say(busy)
+            judges[SHIPPED] = selfjudge.Judge.from_pretrained(models.shipped_judge)
+        rules = compare_judges(pair, judges, config, progress)
+        result |= rules.result | {"quality": QUALITY}
+        rules.result = result
+        say(f"\nRules side by side: {pair.name}, {len(rules.prompts)} prompts\n{_line(HEADS)}")
+        for _ in rules.measure():
+            say(_line([column.show(result["rows"][-1]) for column in COLUMNS]))
+        say(fill_text("demo-notes", explained=explain("m", "γ", "judged"), quality=QUALITY))
+        if result["busy"]:
+            say(result["busy"])
         if config.tune:
             tuned = result["tune"] = _tune(pair, Path(folder), progress)
             may = f"at most {100 * tuned['epsilon']:.0f} points of agreement with exact may be lost"
@@ -210,9 +213,6 @@ def _finish(result: dict[str, Any], out: Path, as_json: bool) -> None:
     if as_json:
         print_json(result)
     elif any_rows:
-        if result["substitutions"]:
-            pairs = [f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in result["substitutions"][:8]]
-            typer.echo(f"accepted by the shipped judge of {SMALL}: {', '.join(pairs)}")
         typer.echo(f"the same as a page: {out}\n")
         for sentence in (*describe_result(result), describe_next(result)):
             typer.echo(sentence)

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from selfjudge.report.formats import Sentences, fixed, percent, quote_token, show_text, tenths
+from selfjudge.report.formats import Sentences, fixed, percent, quote_token, tenths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
-from selfjudge.report.tables import GAMMA, PER_PASS, RULE, Column, Table, word_column
+from selfjudge.report.tables import GAMMA, PER_PASS, RULE, Column, Table
 from selfjudge.types import GLOSSARY
 
 
@@ -15,21 +15,16 @@ def _unless_busy(key: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda row: "busy" if row.get("busy") else row[key]
 
 
-def _show_gamma(value: Any) -> str:
-    """A mean with its tenth; one that was given as it is."""
-    return tenths(value) if isinstance(value, float) else show_text(value)
-
-
 COLUMNS = (
     RULE,
-    Column(GAMMA.head, lambda row: row["gamma_mean"] if row["gamma"] == "auto" else row["gamma"], _show_gamma),
+    Column(GAMMA.head, "gamma_mean", tenths, help="mean of all steps"),
     PER_PASS,
     Column("judged", "judged_share", percent, help=f"tokens {GLOSSARY['judged']}"),
-    Column("tokens/s", _unless_busy("tokens_per_second"), tenths),
+    Column("tokens/s", _unless_busy("tokens_per_second"), tenths, help="median of the turns"),
     Column("× plain", _unless_busy("speed_over_plain"), fixed, help="speed over plain decoding"),
     Column("same start", "same_start_as_plain", percent, help="share of an answer that is plain decoding’s"),
 )
-"""Columns of the rules side by side."""
+"""Columns of rules side by side."""
 
 
 def demo_page(result: Mapping[str, Any]) -> str:
@@ -47,7 +42,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
         gain=gain if gain["rows"] else None,
         gain_table=gain_table(gain) if gain["rows"] else None,
         gain_answers=[_answer(row) for row in gain["rows"]],
-        table=_table(result) if rows else None,
+        table=Table("rules", "Rules side by side", COLUMNS, tuple(rows), _describe_notes(result)) if rows else None,
         pair=result.get("pair") or "the small pair",
         prompt=result.get("prompt") or "",
         answers=[_answer(row) for row in rows if row.get("tokens") or row.get("example")],
@@ -69,12 +64,12 @@ def describe_result(result: Mapping[str, Any]) -> list[str]:
     if not judged or "exact" not in rows:
         return ["The demo was stopped before a judge had answered."]
     best = max(judged, key=lambda row: row["mean_accepted_length"] or 0.0)
-    return [_say("gained_small", best, rows["exact"], _find_busy(result)), _say("cost_small", best)]
+    return [_say("gained_small", best, rows["exact"], result.get("busy", "")), _say("cost_small", best)]
 
 
-def _find_busy(result: Mapping[str, Any]) -> str:
-    """Why speeds of the rules side by side are not reliable; empty where they are."""
-    return next((row["busy"] for row in result["rows"] if row.get("busy")), "")
+def _describe_notes(result: Mapping[str, Any]) -> str:
+    said = "busy" in " ".join(describe_result(result))  # once on the page is enough
+    return _say("notes", result, "" if said else result.get("busy", ""))
 
 
 _say = Sentences("demo.txt", glossary=GLOSSARY)
@@ -97,27 +92,11 @@ def mark_substitutions(tokens: Sequence[Sequence[Any]]) -> str:
 
 def gain_table(gain: Mapping[str, Any]) -> Table:
     """The question on the large model: what each rule took for it."""
-    columns = (
-        RULE,
-        Column("tokens/s", _unless_busy("tokens_per_second"), tenths, help="median of the turns"),
-        Column("× plain", _unless_busy("speed_over_plain"), fixed),
-        PER_PASS,
-        Column(GAMMA.head, "gamma_mean", tenths),
-        Column("passes", "passes", help="of the large model, the one that reads the prompt included"),
-        word_column("the answer", lambda r: "the same" if r["same_as_plain"] else f"{r['judged']} tokens substituted"),
-    )
     turns = len(gain["rows"][0]["seconds"])
     note = f"{gain['pair']}, {gain['dtype']}, the draft {gain['draft_dtype']}; medians of {turns} turns."
     if len(gain["rows"]) > 2:
         note += f" {gain['rows'][2]['rule']} drafts as much per step as exact did, so that their m compare."
-    rows = tuple({**row, "busy": gain["busy"]} for row in gain["rows"])
-    return Table("gain", "One question by turns", columns, rows, note)
-
-
-def _table(result: Mapping[str, Any]) -> Table:
-    said = "busy" in " ".join(describe_result(result))  # once on the page is enough
-    notes = _say("notes", result, "" if said else _find_busy(result))
-    return Table("rules", "Rules side by side", COLUMNS, tuple(result["rows"]), notes)
+    return Table("gain", "One question by turns", COLUMNS, tuple(gain["rows"]), note)
 
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
