@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -33,6 +34,7 @@ from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import served_reference, weights_sha256
 from selfjudge.ops.compiled import watch_compiling
 from selfjudge.report.certificate import describe_load, describe_result
+from selfjudge.store import read_json
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune import monitor
 from selfjudge.tune.recipe import Recipe
@@ -61,6 +63,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
     recipe: RecipeFolder = None,
     color: Annotated[bool, typer.Option("--color", help="Tint drafted tokens; a legend says how.")] = False,
+    schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema: the answer is JSON that fits it.")
+    ] = None,
     as_json: AsJson = False,
     *,
     models: AnsweringPair,
@@ -72,11 +77,14 @@ def generate(
     Example: selfjudge generate "Write a Python function that says whether a word is a palindrome." --color
 
     Example: selfjudge generate "Why is the sky blue?" --rule judged --quality 0.9 --color
+
+    Example: selfjudge generate "Who wrote Hamlet, and when?" --schema author.json
     """
     if prompt == "-":
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise SelfJudgeError(EMPTY_PROMPT)
+    wanted = None if schema is None else read_json(schema)
     setup = Setup.of(recipe, models, request)
     setup.resolve(decode.sampling)
     request = setup.request.named(decode.sampling)
@@ -84,7 +92,7 @@ def generate(
     rule = request.resolve(pair, sampling=decode.sampling)
     load = LoadWatch()
     options = {name: getattr(decode, name) for name in STREAMED}
-    answer = selfjudge.stream(pair, prompt, rule, gamma=request.gamma, **options)
+    answer = selfjudge.stream(pair, prompt, rule, gamma=request.gamma, schema=wanted, **options)
     _show(answer, color, quiet=as_json, longest=decode.max_new_tokens, on_cuda=pair.target.device.type == "cuda")
     result = answer.generation
     if as_json:

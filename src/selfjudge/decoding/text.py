@@ -15,6 +15,7 @@ from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
 from selfjudge.decoding.edits import RowEdits
+from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text
 from selfjudge.decoding.guards import asks_for_structure, structure_of
 from selfjudge.decoding.loop import decode, find_statistics, measure_costs
 from selfjudge.decoding.prefill import Prefill
@@ -66,6 +67,10 @@ class AnswerOptions(DecodingOptions, total=False):
     the answer is the same every time."""
     raw: bool
     """Whether to use the prompt as it is, without chat template."""
+    schema: Mapping[str, Any] | None
+    """A JSON schema: the answer is JSON that fits it, and every rule verifies it exactly."""
+    grammar: str | None
+    """A grammar for the answer, instead of a schema: Lark, GBNF, or what `grammar.grammar_text` gives."""
 
 
 class GenerateOptions(AnswerOptions, total=False):
@@ -105,8 +110,12 @@ def generate(
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
     all_prompts = cast("Sequence[Prompt]", [prompts] if single else prompts)
     seeds = [row_seed(seed or 0, i) for i in range(len(all_prompts))] if seeds is None else seeds
-    requests = [Request(pair.encode(prompt, raw=raw), limit, seeds[i]) for i, prompt in enumerate(all_prompts)]
-    decoding = _Decoding(pair, rule, seeded=seeded, **cast("DecodingOptions", options))
+    grammar = _read_grammar(pair, options)
+    requests = [
+        Request(pair.encode(prompt, raw=raw), limit, seeds[i], edits=(grammar.begin(),) if grammar else ())
+        for i, prompt in enumerate(all_prompts)
+    ]
+    decoding = _Decoding(pair, rule, seeded=seeded, constrained=bool(grammar), **cast("DecodingOptions", options))
     results = decoding.answer(requests, batch, stop)
     return results[0] if single else results
 
@@ -130,9 +139,10 @@ def stream(
     """Answer one prompt token by token; a rule and options as for `generate`."""
     limit, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
     ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", None)
-    answer = Answer(pair.tokenizer, stop, len(ids))
-    decoding = _Decoding(pair, rule, seeded=seed is not None, **cast("DecodingOptions", options))
-    request = decoding.examine(Request(ids, limit, row_seed(seed or 0, 0)))
+    answer, grammar = Answer(pair.tokenizer, stop, len(ids)), _read_grammar(pair, options)
+    own, edits = {"seeded": seed is not None, "constrained": bool(grammar)}, (grammar.begin(),) if grammar else ()
+    decoding = _Decoding(pair, rule, **own, **cast("DecodingOptions", options))
+    request = decoding.examine(Request(ids, limit, row_seed(seed or 0, 0), edits=edits))
     return Stream(answer, decoding.steps([request], {0: answer}))
 
 
@@ -250,10 +260,12 @@ class _Decoding:
         engine: str = "auto",
         trace: bool = True,
         seeded: bool = False,
+        constrained: bool = False,
         **rule_options: Any,
     ) -> None:
-        """A sampled answer that is `seeded` has a fixed γ unless one is given."""
-        self.pair, self.rule, self.trace = pair, _guard(resolve_rule(pair, rule, **rule_options), pair), trace
+        """A sampled answer that is `seeded` has a fixed γ unless one is given. A grammar makes it `constrained`."""
+        self.pair, self.trace = pair, trace
+        self.rule = _guard(resolve_rule(pair, rule, **rule_options), pair, constrained)
         if self.rule.judge is not None:
             self.rule.judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             self.rule.judge.to(pair.target.device)
@@ -286,9 +298,14 @@ class _Decoding:
         return True
 
     def examine(self, request: Request) -> Request:
-        """The request, and whether its prompt asks for structure where the rule wants to know."""
-        if (guards := self.rule.guards) is None or guards.structure is None:
+        """The request, and whether its answer is structured where the rule wants to know."""
+        constrained, guards = any(isinstance(edit, Grammar) for edit in request.edits), self.rule.guards
+        if guards is None or guards.structure is None:
+            if constrained and not self.rule.lossless:
+                raise SelfJudgeError("relaxed rules verify what a grammar constrains exactly: leave `strict_code` on")
             return request
+        if constrained:
+            return request._replace(structured=True)
         text = str(self.pair.tokenizer.decode(request.prompt))
         return request._replace(structured=request.structured or asks_for_structure(text))
 
@@ -334,6 +351,9 @@ class _Decoding:
                     warned = True
                     warnings.warn("non-finite logits or hidden states: alignment alone decided there", stacklevel=2)
                 yield _hand_out(step, answers, dropped)
+        for edit in (edit for request in requests if queue is None for edit in request.edits):
+            if isinstance(edit, Grammar) and edit.error:
+                raise SelfJudgeError(f"the grammar was given up in the middle of an answer: {edit.error}")
 
 
 def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> StepOutput:
@@ -356,19 +376,31 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
     return output
 
 
-def _guard(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
+def _guard(rule: AcceptanceRule, pair: Pair, constrained: bool) -> AcceptanceRule:
     """Give a rule object what its guards need of the pair and it does not have: special tokens, and what tokens do to
-    the structure of a text. The result is the same object every time, because engines find the graphs captured for a
-    rule by its identity."""
+    the structure of a text. Answers that are `constrained` by a grammar need that guard.
+    The result is the same object every time, because engines find the graphs captured for a rule by its identity."""
     lacking: dict[str, Any] = {}
     if getattr(rule, "guard", False) and not rule.guarded():
         lacking["special"] = pair.special_ids
-    if rule.strict_code and rule.structure is None:
+    if constrained and not (rule.lossless or rule.strict_code):
+        lacking["strict_code"] = True
+    if (rule.strict_code or lacking.get("strict_code")) and rule.structure is None:
         lacking["structure"] = structure_of(pair.tokenizer)
     if not lacking:
         return rule
     make = partial(dataclasses.replace, rule, **lacking)
     return pair.target_model.keep(("guarded rule", rule, *lacking.values()), make)
+
+
+def _read_grammar(pair: Pair, options: Any) -> Grammar | None:
+    """Take `schema` and `grammar` out of the options; what they say together."""
+    schema, grammar = options.pop("schema", None), options.pop("grammar", None)
+    if schema is not None and grammar is not None:
+        raise SelfJudgeError("an answer follows a schema or a grammar: leave out one of `schema` and `grammar`")
+    if schema is None and grammar is None:
+        return None
+    return compile_grammar(pair, grammar_text("grammar", grammar) if schema is None else grammar_text("json", schema))
 
 
 def row_seed(seed: int, row: int) -> int:

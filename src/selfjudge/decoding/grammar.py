@@ -1,0 +1,135 @@
+"""Grammars: an answer is text that a JSON schema, a regular expression, a list of choices or a grammar allows.
+
+llguidance compiles all of them to one kind of parser, over the bytes of the vocabulary. A row's parser follows the
+drafts of a block, masks the logits after each, and goes back: the answer is that of plain decoding under the grammar.
+Relaxed rules verify such an answer exactly from its first token to its last (`Request.structured`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.pair import Pair
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+WHITESPACE = r" |\n[ \t]{0,24}"
+"""Between the tokens of JSON: without a limit small models write nothing else. Before 1.8 llguidance knew no limit."""
+LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 20_000, "max_grammar_size": 100_000}
+"""What llguidance may spend: about a second for a grammar, 10 ms for a mask, and 40 MB for the states of an answer."""
+
+
+def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
+    """JSON of a schema as a part of a Lark grammar; unless `strict`, keywords that cannot be enforced are ignored."""
+    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
+    try:
+        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    except RecursionError:
+        raise SelfJudgeError("the schema is nested too deeply") from None
+
+
+def grammar_text(kind: str, value: Any, *, strict: bool = True) -> str:
+    """What `compile_grammar` takes, from a `json` schema, a `regex`, a list of `choice`s or a `grammar` (Lark, GBNF).
+
+    A grammar may be the result of an earlier call."""
+    if kind == "json":
+        return f"start: {json_rule(value, strict=strict)}"
+    if kind == "grammar" and value.startswith('{"grammars":'):
+        return str(value)
+    try:
+        return str(_library().grammar_from(kind, json.dumps(value) if kind == "choice" else value))
+    except ValueError as error:
+        raise SelfJudgeError(f"the grammar cannot be read: {first_line(error)}") from None
+
+
+def compile_grammar(pair: Pair, text: str) -> Grammar:
+    """The grammar over the tokens of a pair; takes a second for the first one, and up to seconds for a large one.
+
+    A SelfJudgeError says why no answer can follow it."""
+    grammar: Grammar = pair.target_model.keep("grammars", lambda: _compiler(_library(), pair))(text)
+    return grammar
+
+
+def _library() -> Any:
+    try:
+        import llguidance.hf
+    except ImportError:
+        raise SelfJudgeError("grammars and schemas need llguidance: pip install llguidance") from None
+    return llguidance
+
+
+def _compiler(library: Any, pair: Pair) -> Any:
+    """A function from text to a `Grammar`."""
+    size = max(pair.target.get_output_embeddings().weight.shape[0], len(pair.tokenizer))
+    try:
+        tokenizer = library.hf.from_tokenizer(pair.tokenizer, n_vocab=size, eos_token=sorted(pair.eos_ids))
+    except Exception as error:  # whatever the library says about a tokenizer that it does not know
+        raise SelfJudgeError(f"grammars are not possible with this tokenizer: {first_line(error)}") from None
+    limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
+
+    @lru_cache(64)
+    def compile_text(text: str) -> Grammar:
+        matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds out whether there is a first token
+        if matcher.is_error():
+            raise SelfJudgeError(f"the grammar or schema cannot be used: {_reason(matcher)}")
+        return Grammar(matcher, pair.eos_ids)
+
+    return compile_text
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why a matcher has failed, in a line."""
+    reason = matcher.get_error().split("\n", 1)[0]
+    return "no answer can fit it" if reason == "NoExtensionBias" else reason
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled grammar, and from `begin` on the edit of logits that allows one answer its tokens alone."""
+
+    matcher: LLMatcher
+    eos_ids: frozenset[int]
+
+    def begin(self) -> Grammar:
+        """The edit of one answer, which begins where this one is."""
+        return Grammar(self.matcher.deep_copy(), self.eos_ids)
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar was given up; the answer then ended there."""
+        return _reason(self.matcher) if self.matcher.is_error() else None
+
+    def edit(self, logits: Tensor, drafts: Sequence[int]) -> None:
+        """Mask the rows up to the first draft that the grammar refuses: no row after it can be reached."""
+        masks, matcher = [self.matcher.compute_bitmask()], self.matcher
+        for draft in drafts:
+            if draft in self.eos_ids or not matcher.try_consume_tokens([draft]):
+                break
+            masks.append(matcher.compute_bitmask())
+        if len(masks) > 1:
+            matcher.rollback(len(masks) - 1)
+        packed = torch.from_numpy(np.frombuffer(b"".join(masks), np.uint8).astype(np.int32)).to(logits.device)
+        added = torch.nn.functional.embedding(packed, _byte_table(logits.dtype, logits.device))  # [bytes, 8]
+        logits[: len(masks)] += added.view(len(masks), -1)[:, : logits.shape[-1]]
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self.matcher.try_consume_tokens([token for token in tokens if token not in self.eos_ids])
+
+
+@lru_cache(8)
+def _byte_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256, 8] what the bits of a mask's byte add to eight logits, the lowest first: 0 where set, −∞ elsewhere."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.zeros(256, 8, dtype=dtype).masked_fill_(bits == 0, -math.inf).to(device)
