@@ -25,7 +25,6 @@ from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import predict_draft_tokens
-from selfjudge.models.catalogue import HEAD_KIND
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
 from selfjudge.types import Step
@@ -64,7 +63,7 @@ def bench_draft(
         tokens: pass_seconds(pair.target_model, 1, tokens, CONTEXT, repeats=config.repeats)
         for tokens in (1, *(g + 1 for g in config.gammas))
     }
-    if pair.draft_kind == HEAD_KIND:
+    if pair.draft_kind == "eagle3":
         draft_seconds = head_seconds(pair, CONTEXT, repeats=config.repeats)
     else:
         draft_seconds = pass_seconds(pair.standalone_draft("`bench draft`"), 1, 1, CONTEXT, repeats=config.repeats)

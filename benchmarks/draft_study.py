@@ -111,7 +111,7 @@ def main() -> None:
     write_json(
         o.out / "final.json", {**measured(student, o.final), "minutes": o.final_minutes, "history": state.history}
     )
-    say("done", (o.out / "draft" / "compact" / "draft.safetensors").stat().st_size)
+    say("done", (o.out / "draft" / "model.safetensors").stat().st_size)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
-from selfjudge.models.speculators import write_speculators
+from selfjudge.models.speculators import write_head
 
 DOUBLED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 FAMILIES = ("llama", "qwen2")
@@ -122,10 +122,8 @@ def main() -> None:
     pair.target.save_pretrained(o.out, max_shard_size=o.shard)
     pair.tokenizer.save_pretrained(o.out)
     if isinstance(pair.draft, EagleHead):
-        for name in ("head", "speculators"):
-            (o.out / name).mkdir(exist_ok=True)
-        pair.draft.save(o.out / "head")
-        write_speculators(pair.draft, pair.target, o.out / "speculators", steps=5, verifier=str(o.out.resolve()))
+        (o.out / "head").mkdir(exist_ok=True)
+        write_head(pair.draft, o.out / "head", verifier=str(o.out.resolve()))
     print(f"{sum(p.numel() for p in pair.target.parameters()) / 1e9:.2f} B parameters: {o.out}")
 
 

@@ -1,6 +1,6 @@
 """Print docs/formats.md: the text of templates/formats.md.in, and a table of each schema; `make docs` writes it and a test compares.
 
-Keys, types and meanings come from the schemas that files are read through: `store/formats.json`, and two dataclasses whose
+Keys, types and meanings come from the schemas that files are read through: `store/formats.json`, and a dataclass whose
 meanings stand here.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.models.eagle import EagleFile
 from selfjudge.store import artefacts, markdown_table
 from selfjudge.store.schema import Pattern, Range
 
@@ -29,22 +28,16 @@ JUDGE = {
     "quality_curve": "bad substitutions rejected, and the θ that does so", "thresholds": "F, R and others",
     "metrics": "ROC-AUC, labels, acceptable rate", "labels_sha256": "of the label files it was trained on",
 }  # fmt: skip
-HEAD = {
-    "format_version": "", "kind": "", "target": "", "target_sha256": SHA, "hidden_size": "the target's",
-    "vocab_size": "the target's", "draft_vocab_size": "tokens it can propose", "aux_layers": "whose inputs it reads",
-    "intermediate_size": "its layer's", "heads": "its layer's", "kv_heads": "its layer's", "head_dim": "its layer's",
-    "rope_parameters": "", "eps": "the norms' ε", "norm_before_residual": "public heads", "metrics": "held-out agreement",
-}  # fmt: skip
 FORMATS = artefacts.read_formats()
 NAMES = {
     "prompts": "TaskRow", "responses": "Response", "labels": "LabelRow", "manifest": "LabelManifest", "summary": "EvaluationSummary",
     "samples": "ScoredSample", "tokens": "ExampleToken", "recipe": "RecipeFile", "certificate": "Certificate",
-    "candidates": "CertificateCandidate", "run": "RunRecord",
+    "candidates": "CertificateCandidate", "run": "RunRecord", "head": "HeadFile",
 }  # fmt: skip
 """Each table of the page that has the keys of a schema of formats.json."""
 SCHEMAS: dict[str, tuple[Any, dict[str, str]]] = {
     **{name: (getattr(artefacts, schema), {key: about for key, (_, _, about) in FORMATS[schema].items()}) for name, schema in NAMES.items()},
-    "judge": (JudgeConfig, JUDGE), "head": (EagleFile, HEAD),
+    "judge": (JudgeConfig, JUDGE),
 }  # fmt: skip
 
 

@@ -184,11 +184,12 @@ def tiny_pair(checkpoints: dict[str, str]) -> Pair:
 def head_folder(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head for the target of `checkpoints`."""
     from selfjudge.models.pair import Pair
+    from selfjudge.models.speculators import write_head
 
     pair, folder = Pair.load(checkpoints["target"], device="cpu", needs_draft=False), tmp_path_factory.mktemp("head")
     head = tiny_head(pair.target)
     head.target, head.target_sha256 = pair.target_id, pair.target_sha256
-    head.save(folder)
+    write_head(head, folder)
     return folder
 
 

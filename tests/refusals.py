@@ -16,7 +16,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.convert import quiet
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.speculators import write_speculators
+from selfjudge.models.speculators import write_head
 
 Commands = dict[str, list[str]]
 
@@ -64,19 +64,19 @@ def _write_heads(folder: Path) -> None:
     """Heads that fit the target of the checkpoints, and others; only one says for which target it was trained."""
     target = tiny_model(seed=1)
     head = tiny_head(target)
-    head.save(folder / "head")
+    write_head(head, folder / "head")
     head.target, head.target_sha256 = "another", "f" * 64
-    head.save(folder / "foreign-head")
-    tiny_head(tiny_model(hidden_size=16, num_attention_heads=2)).save(folder / "narrow-head")
+    write_head(head, folder / "foreign-head")
+    write_head(tiny_head(tiny_model(hidden_size=16, num_attention_heads=2)), folder / "narrow-head")
     odd = EagleHead(replace(head.config, heads=2, kv_heads=2, head_dim=6), head.draft_ids)
-    odd.save(folder / "odd-head")
+    write_head(odd, folder / "odd-head")
     deep = tiny_model(num_hidden_layers=4)
     for name, entries in (
         ("deep-head", {}),
         ("normed-head", {"norm_before_fc": True}),
         ("small-map-head", {"draft_vocab_size": 7}),
     ):
-        write_speculators(tiny_head(deep), deep, folder / name, steps=4, verifier="")
+        write_head(tiny_head(deep), folder / name)
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps({**config, **entries}))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,11 @@ from selfjudge.evaluate.consistency import load_classifier
 from selfjudge.integrations.vllm.label import _outline
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.models.convert import gguf_tokenizer, materialise, write_compact
+from selfjudge.models.convert import gguf_tokenizer, shipped_draft
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from pack_draft import pack_student
 
 ROOT = Path(__file__).parents[2]
 OWN = {"Judge", "JudgeConfig", "GenerationConfig"}  # these read numbers and words alone
@@ -162,11 +167,10 @@ def test_a_compact_draft_with_wrong_weights_is_refused(
         for name, tensor in draft.state_dict().items()
         if name not in ("model.embed_tokens.weight", "lm_head.weight")
     } | {"proj_in": torch.eye(32), "proj_out": torch.eye(32)}
-    write_compact(tensors, {**draft.config.to_dict(), "model_type": "llama"}, tmp_path)
-    materialise(tmp_path, target, tmp_path / "whole")
+    pack_student(tensors, {**draft.config.to_dict(), "model_type": "llama"}, tmp_path)
+    shipped_draft(tmp_path, target)
     with pytest.raises(SelfJudgeError, match=message):
-        materialise(changed(tmp_path, change, "draft.safetensors"), target, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+        shipped_draft(changed(tmp_path, change, "draft.safetensors"), target)
 
 
 def test_a_training_with_infinite_weights_does_not_go_on(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,16 @@ from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, largest, 
 from selfjudge.distill.student import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
+from selfjudge.models.convert import draft_model, read_compact, shipped_draft
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
 from selfjudge.store import read_tensors, sha256, write_tensors
 from selfjudge.types import Notify
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from pack_draft import pack_student
 
 CPU = torch.device("cpu")
 
@@ -238,7 +243,7 @@ def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("hidden_size", [32, 128])
-def test_a_student_and_its_materialised_model_agree(kind: str, hidden_size: int) -> None:
+def test_a_student_and_its_ordinary_model_agree(kind: str, hidden_size: int) -> None:
     """Projections of the target's embeddings, narrower and wider than the target."""
     target = tiny_model(kind, seed=4, hidden_size=hidden_size)
     student = Student(target, shape(2, 64, seed=1))
@@ -367,7 +372,7 @@ def test_int8_rows_are_off_by_half_a_step_at_most(tmp_path: Path, magnitude: flo
     matrix = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)) * magnitude
     matrix[7] = 0
     vector = torch.randn(300)
-    size = write_compact({"m": matrix, "v": vector}, {"model_type": "llama"}, tmp_path)
+    size = pack_student({"m": matrix, "v": vector}, {"model_type": "llama"}, tmp_path)
     found = read_compact(tmp_path)
     step = matrix.abs().amax(1, keepdim=True) / 127
     assert ((found["m"] - matrix).abs() <= 0.501 * step + 127 * step * 2**-11 + 1e-12).all()
@@ -409,9 +414,9 @@ def test_tensor_files_come_back_as_they_were_or_not_at_all(tmp_path: Path, monke
 def test_a_damaged_compact_draft_is_named(tmp_path: Path) -> None:
     target = tiny_model(seed=4)
     student = Student(target, shape(1, 64))
-    write_compact(student.tensors(), student.raw, tmp_path)
+    pack_student(student.tensors(), student.raw, tmp_path)
     (tmp_path / "draft.safetensors").write_bytes((tmp_path / "draft.safetensors").read_bytes()[:-100])
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(SelfJudgeError, match=r"cannot read|does not exist") as caught:
-            materialise(folder, target, tmp_path / "out")
+            shipped_draft(folder, target)
         assert "\n" not in str(caught.value)

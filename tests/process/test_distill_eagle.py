@@ -246,9 +246,9 @@ def test_a_whole_run(pair: Pair, settings: DistillConfig, tmp_path: Path) -> Non
     assert len(history) == 16
     assert history[-1]["loss"] < history[0]["loss"]
     assert history[-1]["tokens"] > history[0]["tokens"]
-    assert result["held_out"]["int8"]["m"]["all"] > 1
+    assert result["held_out"]["m"]["all"] > 1
     assert result["draft_vocabulary"]["tokens"] == 48
-    assert result["compact"]["bytes"] == (out / "head.safetensors").stat().st_size
+    assert result["bytes"] == (out / "model.safetensors").stat().st_size
     assert "γ = 3" in (out / "README.md").read_text()
     head = load_head(out, pair.target, pair.target_sha256)
     assert {2, *pair.eos_ids} <= set(head.draft_ids.tolist())
@@ -278,7 +278,7 @@ def test_an_interrupted_run_has_a_head_and_ends_in_the_same_one(
     assert not (tmp_path / "parts" / "run.json").exists()
     distill_draft(pair, tmp_path / "parts", settings)
     distill_draft(pair, tmp_path / "whole", settings)
-    for name in ("config.json", "head.safetensors"):
+    for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 

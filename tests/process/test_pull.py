@@ -187,7 +187,8 @@ def test_the_small_draft_beside_a_head_is_made_when_it_is_asked_for(
         monkeypatch.setattr(Embedded, name, property(lambda self: world))
     monkeypatch.setattr(Embedded, "draft_sha256", "a draft")
     monkeypatch.setattr("selfjudge.models.gguf.GgufFile", lambda path: None)
-    monkeypatch.setattr("selfjudge.models.convert.write_draft", lambda draft, file, path: path.write_text("blocks"))
+    monkeypatch.setattr("selfjudge.models.convert.shipped_draft", lambda draft, file: None)
+    monkeypatch.setattr("selfjudge.models.convert.write_blocks", lambda draft, path: path.write_text("blocks"))
     pull("fake")
     assert not [*world.rglob("draft.gguf")]
     offline(world)

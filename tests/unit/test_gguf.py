@@ -33,7 +33,7 @@ from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import BLOCKS, RECODED, GgufFile, TensorInfo, open_model
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
-from selfjudge.models.speculators import load_head
+from selfjudge.models.speculators import load_head, write_head
 
 MIXED = {
     "bias": "F32", "_norm": "F32", "ffn_down": "Q5_1", "ffn_up": "F16", "attn_v": "Q8_0", "token_embd": "Q8_0",
@@ -106,7 +106,7 @@ def test_a_head_takes_its_vocabulary_from_the_file(tied: bool, int8: bool, tmp_p
 def test_a_packed_head_lets_its_matrices_go_and_reads_them_again(tmp_path: Path) -> None:
     write_model(small("llama", num_hidden_layers=4), tmp_path / "m.gguf", MIXED)
     target = open_model(tmp_path / "m.gguf")
-    tiny_head(target).save(tmp_path / "head")
+    write_head(tiny_head(target), tmp_path / "head")
     random = torch.Generator().manual_seed(0)
     tokens, features = torch.randint(0, VOCAB, (2, 9), generator=random), torch.randn(2, 9, 192, generator=random)
 

@@ -19,7 +19,7 @@ from fake_certificate import recipe_folder
 from selfjudge.cli.main import app
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
-from selfjudge.models.speculators import read_public
+from selfjudge.models.speculators import read_head, write_head
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def deep(checkpoints: dict[str, str], tmp_path: Path) -> tuple[str, str]:
     shutil.copytree(checkpoints["target"], tmp_path / "target")
     model = tiny_model(seed=1, num_hidden_layers=4)
     model.save_pretrained(tmp_path / "target")
-    tiny_head(model).save(tmp_path / "head")
+    write_head(tiny_head(model), tmp_path / "head")
     return str(tmp_path / "target"), str(tmp_path / "head")
 
 
@@ -48,12 +48,13 @@ def test_a_head_is_exported_as_sglang_loads_it(deep: tuple[str, str], tmp_path: 
         "--speculative-accept-threshold-acc", "0.5",
     ]  # fmt: skip
     assert "ignores both thresholds for greedy requests" in done.stderr
-    ours, record = EagleHead.read(Path(deep[1])), json.loads((out / "config.json").read_text())
+    model = tiny_model(seed=1, num_hidden_layers=4)
+    ours, record = read_head(Path(deep[1]), model), json.loads((out / "config.json").read_text())
     assert record["architectures"] == ["LlamaForCausalLMEagle3"]
     layers = record["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert [layer + 1 for layer in layers] == list(ours.config.aux_layers)  # as it adds one
     assert {name for name in load_file(out / "model.safetensors") if "layers" in name} == set()
-    again = read_public(out, tiny_model(seed=1, num_hidden_layers=4))
+    again = read_head(out, model)
     assert replace(again.config, aux_layers=ours.config.aux_layers, rope_parameters=ours.config.rope_parameters) == (
         ours.config
     )
@@ -75,8 +76,9 @@ def test_sglang_is_told_what_it_has(checkpoints: dict[str, str], deep: tuple[str
         export("--engine", "sglang", "--rule", "margin:1").exception
     )
     assert "`rule` and `recipe` go with --engine sglang" in str(export("--rule", "sglang").exception)
-    head = EagleHead.read(Path(deep[1]))
-    EagleHead(replace(head.config, norm_before_residual=True), head.draft_ids).save(tmp_path / "normed")
+    head = read_head(Path(deep[1]), tiny_model(seed=1, num_hidden_layers=4))
+    normed = EagleHead(replace(head.config, norm_before_residual=True), head.draft_ids)
+    write_head(normed, tmp_path / "normed")
     refused = export("--engine", "sglang", models=(deep[0], str(tmp_path / "normed")))
     assert "no head with its norm before the residual" in str(refused.exception)
 

@@ -34,9 +34,14 @@ from selfjudge.integrations.vllm.signatures import adapter_of
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, export_head
+from selfjudge.models.speculators import write_head
 from selfjudge.ops import argmax_checked
 from selfjudge.store import fingerprint
 from selfjudge.types import Block
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from pack_draft import pack_head
 
 H, V = 6, 11
 CPU = torch.device("cpu")
@@ -445,11 +450,12 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
 
 @pytest.fixture
 def deep(checkpoints: dict[str, str], tmp_path: Path) -> tuple[str, str]:
-    """A target of four layers and its head."""
+    """A target of four layers and its head, compact as heads that ship."""
     shutil.copytree(checkpoints["target"], tmp_path / "target")
     model = tiny_model(seed=1, num_hidden_layers=4)
     model.save_pretrained(tmp_path / "target")
-    tiny_head(model).save(tmp_path / "head")
+    write_head(tiny_head(model), tmp_path / "whole")
+    pack_head(tmp_path / "whole", tmp_path / "head")
     return str(tmp_path / "target"), str(tmp_path / "head")
 
 

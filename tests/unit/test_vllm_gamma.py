@@ -30,6 +30,7 @@ from selfjudge.integrations.vllm.gamma import (
 )
 from selfjudge.integrations.vllm.serve import RUNNER
 from selfjudge.models.pair import Pair
+from selfjudge.models.speculators import write_head
 
 PAIR = ("org/big", "org/small")
 
@@ -185,7 +186,7 @@ def test_the_card_of_a_head_says_how_many_drafts_are_accepted(tmp_path: Path) ->
     assert all(0.5 < share < 1 for share in shares)
     assert read_card("smollm2-135m/draft") == read_card("org/small") == []
     for metrics in ({}, {"top1": {"all": [0.5, 2]}}, {"top1": {"all": "x"}}, {"top1": [1]}):
-        tiny_head(tiny_model(seed=1, num_hidden_layers=4)).save(tmp_path, metrics=metrics)
+        write_head(tiny_head(tiny_model(seed=1, num_hidden_layers=4)), tmp_path, metrics=metrics)
         assert read_card(str(tmp_path)) == []
 
 

@@ -22,7 +22,7 @@ from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.loaded import as_draft
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import checkpoint_folder
-from selfjudge.models.speculators import write_speculators
+from selfjudge.models.speculators import write_head
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.types import Block, Verdict
 
@@ -73,7 +73,7 @@ def head(
 ) -> Path:
     """A head in the format of speculators."""
     path = tmp_path_factory.mktemp("head")
-    write_speculators(memorised(target, prompts, plain), target.target, path, steps=GAMMA, verifier=models.target)
+    write_head(memorised(target, prompts, plain), path, steps=GAMMA, verifier=models.target)
     return path
 
 

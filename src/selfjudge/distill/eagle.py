@@ -23,6 +23,7 @@ from selfjudge.distill.data import MEASURE_TOKENS, Corpus, Dataset
 from selfjudge.distill.train import HeldOutScore, with_gradients
 from selfjudge.engine.teacher_forced import sdpa_without_cudnn
 from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states
+from selfjudge.models.speculators import write_head
 
 DECAY = 0.8  # weight of a step in the loss over that of the step before
 LOSS_ROWS = 4096  # rows of logits at a time
@@ -180,14 +181,14 @@ class HeadLearner:
                 lengths += accepted
         return lengths
 
-    def save(self, folder: Path, figures: Mapping[str, Any]) -> int:
-        """Write the current weights as a head that takes the target's states as they are; its bytes."""
+    def save(self, folder: Path, figures: Mapping[str, Any], verifier: str = "") -> None:
+        """Write the current weights as a head that takes the target's states as they are: see `write_head`."""
         tensors = {name: p.detach().clone() for name, p in self.head.named_parameters()}
         tensors["fc.weight"] /= self.sizes.to(tensors["fc.weight"])  # trained on features of size 1
         finished = EagleHead(self.head.config, self.head.draft_ids.cpu())
         finished.load_state_dict(tensors)
-        finished.target, finished.target_sha256 = self.head.target, self.head.target_sha256
-        return finished.save(folder, metrics=figures)
+        finished.bind(self.target, self.head.target_sha256, self.head.target, dtype=torch.float32)
+        write_head(finished, folder, steps=self.unroll, verifier=verifier, metrics=figures)
 
 
 def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -3,16 +3,12 @@
 OUT/
     settings.json             what the run was begun with
     work/prompts.jsonl  answers-*.safetensors  train.safetensors           (may be deleted when all is done)
-    compact/                  layers and projections, int8 rows: what ships (kind layers)
     config.json  model.safetensors  tokenizer …                            an ordinary transformers checkpoint
-    config.json  head.safetensors                                          or an EAGLE-3 head, from the first evaluation
-    speculators/              the head as vLLM loads it
+    config.json  model.safetensors                                         or an EAGLE-3 head, from the first evaluation
     README.md                 model card
     run.json                  written last: its existence means done
 """
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +21,10 @@ from selfjudge.distill.eagle import HeadLearner, draft_vocabulary, measure_sizes
 from selfjudge.distill.student import Student, StudentLearner
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
+from selfjudge.models.convert import draft_model, save_draft
 from selfjudge.models.eagle import EagleConfig, decoder_layers
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import served_reference
-from selfjudge.models.speculators import load_head, write_speculators
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, fill_template, read_tensors, write_tensors, write_text
 from selfjudge.store.schema import conform
@@ -105,53 +100,38 @@ def _head_learner(maker: DataMaker, data: Dataset) -> HeadLearner:
 
 
 def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingState) -> dict[str, Any]:
-    """Write the compact form, the checkpoint and the card, `run.json` last; what it says.
-
-    The student keeps the weights that ship."""
-    pair, out, compact, student = maker.pair, maker.run.path, maker.run.path / "compact", learner.student
-    trained = learner.agreement()
-    size = write_compact(student.tensors(), student.raw, compact)
-    student.load(read_compact(compact))
-    rounded = learner.agreement()
-    materialise(compact, pair.target, out)
-    with quiet():
-        pair.tokenizer.save_pretrained(out)
+    """Write the checkpoint and the card, `run.json` last; what it says."""
+    pair, out, student = maker.pair, maker.run.path, learner.student
+    save_draft(draft_model(student.tensors(), student.raw, pair.target), pair.tokenizer, out)
     result = {
         **_describe(maker, learner.data, state),
         "parameters": sum(tensor.numel() for tensor in student.tensors().values()),
-        "top1_held_out": {"as_trained": trained, "int8": rounded},
-        "compact": {"format": "int8 rows", "bytes": size},
+        "top1_held_out": learner.agreement(),
+        "bytes": (out / "model.safetensors").stat().st_size,
     }
     write_text(out / "README.md", fill_template(Path(__file__).with_name("student.md"), **result))
-    shutil.copy(out / "README.md", compact / "README.md")
     maker.run.finish(**result)
     return result
 
 
 def export_head(maker: DataMaker, learner: HeadLearner, state: TrainingState) -> dict[str, Any]:
-    """Write the head, its form for vLLM and its card, `run.json` last; what it says."""
-    pair, run, unroll = maker.pair, maker.run, maker.config.unroll
-    trained = learner.measure()
-    learner.save(run.path, trained.figures)
-    finished = load_head(run.path, pair.target, pair.target_sha256, pair.target_id)
-    rounded = replace(learner, head=finished, sizes=torch.ones_like(learner.sizes)).measure()
-    size = learner.save(run.path, rounded.figures)
-    if len(set(finished.config.aux_layers)) == 3:
-        folder, verifier = run.path / "speculators", served_reference(pair.target_id)
-        write_speculators(finished, pair.target, folder, steps=unroll, verifier=verifier)
-    counts = learner.data.held_out.counts(finished.config.vocab_size)
+    """Write the head and its card, `run.json` last; what it says."""
+    run, head = maker.run, learner.head
+    figures = learner.measure().figures
+    learner.save(run.path, figures, served_reference(maker.pair.target_id))
+    counts = learner.data.held_out.counts(head.config.vocab_size)
     result = {
         "kind": maker.config.kind,
         **_describe(maker, learner.data, state),
-        "parameters": sum(p.numel() for p in finished.parameters()),
-        "held_out": {"as_trained": trained.figures, "int8": rounded.figures},
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "held_out": figures,
         "draft_vocabulary": {
-            "tokens": finished.config.draft_vocab_size,
-            "share_of_held_out_answers": round(float(counts[finished.draft_ids].sum() / counts.sum()), 5),
+            "tokens": head.config.draft_vocab_size,
+            "share_of_held_out_answers": round(float(counts[head.draft_ids].sum() / counts.sum()), 5),
         },
-        "compact": {"format": "int8 groups", "bytes": size},
+        "bytes": (run.path / "model.safetensors").stat().st_size,
     }
-    card = fill_template(Path(__file__).with_name("head.md"), **result, layers=finished.config.aux_layers)
+    card = fill_template(Path(__file__).with_name("head.md"), **result, layers=head.config.aux_layers)
     write_text(run.path / "README.md", card)
     run.finish(**result)
     return result

@@ -1,11 +1,11 @@
 """The student: a small model of the target's family whose embeddings are the target's own, times learned projections.
 
 A vocabulary of 50,000 or 150,000 tokens would be most of a small model; the target has learned one already, and two
-projections [H, W] are enough to use it. What ships is the layers and the projections; `materialise` (models/convert.py)
-turns them into an ordinary checkpoint."""
+projections [H, W] are enough to use it. `draft_model` (models/convert.py) turns layers and projections into an ordinary
+model."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -73,13 +73,8 @@ class Student(nn.Module):
         return self.head @ self.proj_out.to(self.head.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that is learned, by the names of the compact form, in the order of the parameters."""
+        """Everything that is learned: layers and projections by name, in the order of the parameters."""
         return {name: p.detach() for name, p in self.named_parameters()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` returns."""
-        for name, own in self.tensors().items():
-            own.copy_(tensors[name])
 
 
 class StudentLearner:

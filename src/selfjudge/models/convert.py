@@ -37,7 +37,7 @@ from selfjudge.models.gguf import (
 )
 from selfjudge.models.shape import describe, head_width
 from selfjudge.models.weights import check_finite
-from selfjudge.store import quiet_hub, read_json, read_tensors, scratch, write_json, write_tensors
+from selfjudge.store import quiet_hub, read_json, read_tensors, scratch
 from selfjudge.types import Tell, ignore
 
 if TYPE_CHECKING:
@@ -171,24 +171,6 @@ def finish_gguf(writer: GGUFWriter) -> None:
     writer.close()
 
 
-def write_compact(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> int:
-    """Write a draft's layers and projections: matrices as int8 rows with a float32 scale each, the rest in float16.
-
-    Returns the bytes of the tensors' file."""
-    packed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if tensor.dim() == 2:
-            rows = tensor.detach().float().cpu()
-            scale = (rows.abs().amax(1, keepdim=True) / 127).clamp_min(1e-30)
-            packed[name] = (rows / scale).round().clamp(-127, 127).to(torch.int8)
-            packed[f"{name}.scale"] = scale.squeeze(1).contiguous()
-        else:
-            packed[name] = tensor.detach().half().cpu().contiguous()
-    write_tensors(folder / "draft.safetensors", {name: tensor.numpy() for name, tensor in packed.items()})
-    write_json(folder / "config.json", dict(config))
-    return (folder / "draft.safetensors").stat().st_size
-
-
 def read_compact(folder: Path) -> dict[str, Tensor]:
     """The tensors of a compact draft, in float32."""
     file = folder / "draft.safetensors"
@@ -207,22 +189,17 @@ def read_compact(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def materialise(compact: Path, target: PreTrainedModel | GgufFile, folder: Path) -> None:
-    """Write the checkpoint of a draft whose embeddings are the target's own matrices times learned projections."""
-    with quiet():
-        model = _compact_draft(compact, target).to(STORED_DTYPE)
-        with scratch(folder / ".making") as making:  # a kill leaves what safetensors had begun
-            model.save_pretrained(making)
-            for file in making.iterdir():
-                os.replace(file, folder / file.name)
+def save_draft(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a draft with its target's tokenizer as a checkpoint, each file whole."""
+    with quiet(), scratch(folder / ".making") as making:  # a kill leaves what safetensors had begun
+        model.to(STORED_DTYPE).save_pretrained(making)
+        tokenizer.save_pretrained(making)
+        for file in making.iterdir():
+            os.replace(file, folder / file.name)
 
 
-def write_draft(compact: Path, target: GgufFile, path: Path) -> None:
-    """Write such a draft as a GGUF file in int8."""
-    write_blocks(_compact_draft(compact, target), path)
-
-
-def _compact_draft(compact: Path, target: PreTrainedModel | GgufFile) -> PreTrainedModel:
+def shipped_draft(compact: Path, target: PreTrainedModel | GgufFile) -> PreTrainedModel:
+    """The draft in a folder of layers and projections, whose embeddings are the target's own matrices times these."""
     try:
         return draft_model(read_compact(compact), read_json(compact / "config.json"), target)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:  # other names or shapes than the config's

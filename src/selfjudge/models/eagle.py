@@ -6,19 +6,14 @@ Entry t of the head gets the target's states at position t and the token at t+1,
     r = g + attention(norm(embedding of the token) ‖ norm(g));   a = r + mlp(norm(r));   logits = norm(a) · outputᵀ
 
 The embedding and the output matrix are the target's own; of the output only the rows of a draft vocabulary are used.
-Names and order of operations are those of vLLM and speculators, so that an export is a renaming.
-
-FOLDER/
-    config.json         sizes, layers that are read, target that it belongs to
-    head.safetensors    matrices as int8, or six bits packed, with a float16 scale for each 32 weights; norms in
-                        float16; draft_ids
+Names and order of operations are those of vLLM and speculators; `speculators.py` reads and writes its folders.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,34 +22,29 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.catalogue import HEAD_KIND
+from selfjudge.errors import SelfJudgeError
 from selfjudge.models.gguf import FULL_PRECISION, gguf_file
 from selfjudge.models.shape import FAMILIES, Shape
 from selfjudge.models.tokens import context_window
-from selfjudge.models.weights import check_finite, dequantise, quantise, unpack_six
-from selfjudge.store import read_json, read_tensors, write_json, write_tensors
-from selfjudge.store.artefacts import Count, HeadCount, HeadDim, Share, VocabSize, Width
 
-FILE = "head.safetensors"
-_ROPE = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """The shape of a head. Its width, rotary embedding and the ε of its norms are the target's."""
 
-    hidden_size: Width
-    intermediate_size: Width
-    heads: HeadCount
-    kv_heads: HeadCount
-    head_dim: HeadDim
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
     rope_parameters: Mapping[str, Any]
-    eps: Share
-    aux_layers: tuple[Count, Count, Count]
+    eps: float
+    aux_layers: tuple[int, int, int]
     """Layers whose inputs are read: i is the residual stream that enters decoder layer i, as vLLM counts."""
-    vocab_size: VocabSize
-    draft_vocab_size: VocabSize
+    vocab_size: int
+    draft_vocab_size: int
     norm_before_residual: bool = False
     """Whether r = norm(g) + attention(…), as in many public heads; ours add to g itself."""
 
@@ -64,7 +54,7 @@ class EagleConfig:
         layers, large = len(decoder_layers(target)), target.config.get_text_config()
         width, heads = int(large.hidden_size), int(large.num_attention_heads)
         rope = dict(getattr(large, "rope_parameters", None) or {})
-        if rope.get("rope_type") not in _ROPE or "rope_theta" not in rope:
+        if rope.get("rope_type") not in ROPE_TYPES or "rope_theta" not in rope:
             rope = {"rope_type": "default", "rope_theta": 10000.0}
         return cls(
             hidden_size=width,
@@ -86,17 +76,6 @@ class EagleConfig:
             FAMILIES["llama"], self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim,
             self.eps, self.head_dim**-0.5, rotary_dim=self.head_dim,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleFile(EagleConfig):
-    """`config.json` of a head; the types are its schema."""
-
-    format_version: Literal[1]
-    kind: Literal["eagle3"]
-    target: str
-    target_sha256: str
-    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def auxiliary_layers(layers: int) -> tuple[int, int, int]:
@@ -201,6 +180,7 @@ class EagleHead(nn.Module):
         self.register_buffer("output", None, persistent=False)
         self.rotary_emb = LlamaRotaryEmbedding(_llama_config(config))
         self.target, self.target_sha256 = "", ""
+        self.architecture = ""  # class of the target in transformers
         self.window = 1 << 30
 
     @property
@@ -224,7 +204,7 @@ class EagleHead(nn.Module):
 
         A target that does not fit is refused."""
         self.check_target(target, sha256, name or "this target")
-        self.window = context_window(target)
+        self.window, self.architecture = context_window(target), type(target).__name__
         self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
         self.to(device=target.device, dtype=dtype or target.dtype)
         # in float32: a rounded angle grows with the position
@@ -241,13 +221,6 @@ class EagleHead(nn.Module):
             for parameter in self.parameters():
                 if parameter.dim() == 2:
                     parameter.data = parameter.data.new_empty((0, parameter.shape[1]))
-
-    def with_matrices(self) -> Self:
-        """This head or, where its matrices were freed, the same one read again; not bound."""
-        if self.fc.weight.numel():
-            return self
-        assert self.folder is not None
-        return type(self).read(self.folder).to(self.dtype)
 
     def check_target(self, target: PreTrainedModel, sha256: str, name: str) -> None:
         """Refuse a target that this head was not trained for."""
@@ -306,50 +279,6 @@ class EagleHead(nn.Module):
             raise SelfJudgeError(FULL_PRECISION)
         return F.linear(self.norm(a), self.output)
 
-    # --------------------------------------------------------------------------------------------------- the folder
-
-    def save(self, folder: Path, *, metrics: Mapping[str, Any] | None = None) -> int:
-        """Write the tensors, then `config.json` (its existence means the folder is whole); bytes of the tensors."""
-        (folder / "config.json").unlink(missing_ok=True)
-        arrays = {"draft_ids": self.draft_ids.int().cpu().numpy()}
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                values, scale = quantise(p.detach().cpu())
-                arrays[name], arrays[f"{name}.scale"] = values.numpy(), scale.numpy()
-            else:
-                arrays[name] = p.detach().half().cpu().numpy()
-        write_tensors(folder / FILE, arrays)
-        record = {
-            "format_version": 1,
-            "kind": HEAD_KIND,
-            "target": self.target,
-            "target_sha256": self.target_sha256,
-            **asdict(self.config),
-            "rope_parameters": dict(self.config.rope_parameters),
-            "metrics": dict(metrics or {}),
-        }
-        write_json(folder / "config.json", record)
-        return (folder / FILE).stat().st_size
-
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """The head of a folder, in float32, not bound to a target yet; a folder that is damaged is refused."""
-        record = read_json(folder / "config.json", EagleFile)
-        known = {f.name: record[f.name] for f in fields(EagleConfig) if f.name in record}
-        config = EagleConfig(**{**known, "aux_layers": tuple(record["aux_layers"])})
-        check_config(config, folder)
-        arrays = {name: torch.from_numpy(array) for name, array in read_tensors(folder / FILE)[0].items()}
-        ids = arrays.pop("draft_ids", torch.empty(0))
-        check_ids(ids, config, folder)
-        try:
-            head = cls(config, ids)
-            head.load_state_dict(_dequantise_all(arrays))
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:  # other names, shapes or rotary embeddings
-            raise SelfJudgeError(f"the head in {folder} is damaged: {first_line(error)}") from None
-        check_finite(head.named_parameters(), folder / FILE)
-        head.folder, head.target, head.target_sha256 = folder, record["target"], record["target_sha256"]
-        return head.eval().requires_grad_(False)
-
 
 def _llama_config(config: EagleConfig) -> LlamaConfig:
     """The parts of a head that are those of a Llama, with the head's sizes."""
@@ -360,36 +289,3 @@ def _llama_config(config: EagleConfig) -> LlamaConfig:
         head_dim=config.head_dim,
         rope_parameters=dict(config.rope_parameters),
     )
-
-
-def _dequantise_all(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a folder in float32."""
-    tensors = {}
-    for name, tensor in arrays.items():
-        if tensor.dtype in (torch.int8, torch.uint8):
-            values = unpack_six(tensor) if tensor.dtype == torch.uint8 else tensor
-            tensors[name] = dequantise(values, arrays[f"{name}.scale"])
-        elif not name.endswith(".scale"):
-            tensors[name] = tensor.float()
-    return tensors
-
-
-def check_config(config: EagleConfig, folder: Path) -> None:
-    low, middle, high = config.aux_layers
-    wrong = {
-        "aux_layers": not low <= middle <= high,
-        "kv_heads": config.heads % config.kv_heads != 0,
-        "head_dim": config.head_dim % 2 != 0,
-        "draft_vocab_size": config.draft_vocab_size > config.vocab_size,
-        "rope_parameters": config.rope_parameters.get("rope_type") not in _ROPE,
-    }
-    if key := next((key for key, bad in wrong.items() if bad), None):
-        raise SelfJudgeError(f"{folder / 'config.json'}: a head cannot have {key} {getattr(config, key)}")
-
-
-def check_ids(ids: Tensor, config: EagleConfig, folder: Path) -> None:
-    """The map from the draft vocabulary to the target's: as many ids as it has tokens, ascending, all of them known."""
-    fits = ids.shape == (config.draft_vocab_size,) and not ids.is_floating_point()
-    if not fits or not bool((ids[1:] > ids[:-1]).all()) or ids[0] < 0 or ids[-1] >= config.vocab_size:
-        expected = f"{config.draft_vocab_size} ascending token ids below {config.vocab_size}"
-        raise SelfJudgeError(f"{folder}: its draft vocabulary must be {expected}")

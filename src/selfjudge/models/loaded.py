@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.catalogue import HEAD_KIND
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import FULL_PRECISION, GgufFile, gguf_file
 from selfjudge.models.tokens import context_window
@@ -100,7 +99,7 @@ class Draft(LoadedModel):
     @property
     def kind(self) -> str:
         """`eagle3` for a head, `layers` for a model."""
-        return "layers" if self.head is None else HEAD_KIND
+        return "layers" if self.head is None else "eagle3"
 
     @property
     def features(self) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 It reads a config and the headers of files, never a weight."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import check_hub, check_reference, find_embedded, head_folder
-from selfjudge.models.checkpoint import read_headers
 from selfjudge.models.convert import quiet
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import GgufFile, gguf_file, open_model
 from selfjudge.models.shape import UnknownShapeError, describe, head_width, kernel_width
+from selfjudge.models.speculators import read_shape
 from selfjudge.store import home, hub_options
 
 INT8 = 8
@@ -79,16 +79,14 @@ def measure_draft(reference: str, target: PreTrainedModel, dtype: str, device: s
             packed = sum(p.numel() for p in _matrices(model)) * PACKED[INT8] // 4096
             need = replace(need, weights=packed + 2 * model.get_input_embeddings().weight.numel())
         return need
-    tensors = read_headers([*folder.glob("*.safetensors")], torch.device("meta"))
-    weights = rows = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.int32:  # the tokens that it knows: its rows of the target's output matrix
-            rows = tensor.shape[0] * target.config.get_text_config().hidden_size
-        elif not name.endswith(".scale"):  # six bits are packed in bytes
-            weights += math.prod(tensor.shape) * 4 // (3 if tensor.dtype == torch.uint8 else 4)
+    config, _ = read_shape(folder, target)
+    with torch.device("meta"):
+        head = EagleHead(config, torch.arange(config.draft_vocab_size))
+    rows = config.draft_vocab_size * config.hidden_size  # of the output matrix
+    weights = sum(p.numel() for p in head.parameters()) + rows
     layers = target.config.get_text_config().num_hidden_layers
     floats = 4 * rows if dtype == "int8" else 0  # beside their int8 copy
-    return MemoryNeed(int((weights + rows) * size) + floats, measure_need(target, dtype, device).token // layers, 0, 0)
+    return MemoryNeed(int(weights * size) + floats, measure_need(target, dtype, device).token // layers, 0, 0)
 
 
 def count_weights(model: PreTrainedModel, dtype: str, device: str) -> int:

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder, is_public_head, shipped_draft
+from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder, shipped_draft
 from selfjudge.models.device import limit_memory
-from selfjudge.models.eagle import FILE, EagleHead
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.load import Loader
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pull import served_reference
-from selfjudge.models.speculators import FORMAT, write_speculators
+from selfjudge.models.speculators import COMPACT, FORMAT, write_head
 from selfjudge.models.tokens import context_window, end_ids, special_ids
 from selfjudge.store import fingerprint, home, locked
 from selfjudge.types import Notify
@@ -169,22 +169,26 @@ class Pair:
 
 
 def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Notify | None = None) -> None:
-    """Write the head `draft` of a target in speculators' format; `steps` is how many tokens vLLM drafts by default.
+    """Write the head `draft` of a target as vLLM loads it; `steps` is how many tokens it drafts by default.
 
     Target and draft are named as for `Pair.load`. What was exported to `out` before is replaced."""
     check_export(draft, out)
     pair = Pair.load(target, draft, device="cpu", dtype="float16", progress=progress)
     assert isinstance(pair.draft, EagleHead)
-    write_speculators(pair.draft, pair.target, out, steps=steps, verifier=served_reference(target))
+    if len(set(layers := pair.draft.config.aux_layers)) < 3:
+        raise SelfJudgeError(f"vLLM reads three layers that differ, and this head reads {layers}")
+    write_head(pair.draft, out, steps=steps, verifier=served_reference(target))
 
 
 def exported_head(target: str, draft: str, *, steps: int = 5) -> Path | None:
-    """The folder of a head that vLLM loads: its own, or HOME/heads/KEY, made when first asked for; None: not a head."""
+    """The folder of a head that vLLM loads: its own, or for a compact head HOME/heads/KEY, made when first asked for.
+
+    None for a draft that is not a head."""
     if (folder := head_folder(draft)) is None:
         return None
-    if is_public_head(folder):
+    if not (folder / COMPACT).is_file():
         return folder.resolve()
-    made_from = f"{fingerprint([folder / FILE])} {served_reference(target)} {FORMAT}"
+    made_from = f"{fingerprint([folder / COMPACT])} {served_reference(target)} {FORMAT}"
     out = home() / "heads" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
     with locked(out.with_suffix(".lock")):
         if not (out / "config.json").is_file():

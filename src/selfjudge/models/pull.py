@@ -178,10 +178,11 @@ class _Cache:
             from selfjudge.models.gguf import GgufFile
 
             self.progress("making the draft", 0.8)
+            draft = convert.shipped_draft(self.model.draft, GgufFile(self.file))
             if folder == self.checkpoints:
-                convert.materialise(self.model.draft, GgufFile(self.file), making / "draft")
+                draft.to(convert.STORED_DTYPE).save_pretrained(making / "draft")
             else:
-                convert.write_draft(self.model.draft, GgufFile(self.file), making / "draft.gguf")
+                convert.write_blocks(draft, making / "draft.gguf")
         if folder == self.checkpoints:
             for model in making.iterdir():
                 shutil.copytree(self.blocks / "tokenizer", model, dirs_exist_ok=True)

@@ -1,13 +1,18 @@
-"""Public EAGLE-3 heads: the format of speculators, which vLLM loads, and that of the paper's code.
+"""Folders of EAGLE-3 heads, in the format of speculators, which vLLM loads; that of the paper's code is read as well.
 
 FOLDER/
     config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), the
-                         layers of the target that are read, how many tokens are proposed
+                         layers of the target that are read, how many tokens are proposed; in ours also for which
+                         target the head was made and how good it is
     model.safetensors    the parameters by vLLM's names (`midlayer.` in place of `layers.0.` in the paper's format);
                          lm_head: the rows of the output matrix; d2t: token − index of each row; t2d: a mask of those
                          tokens; perhaps embed_tokens
+
+A head that ships is compact: `head.safetensors` has matrices as int8, or as six bits packed, with a float16 scale for
+each 32 weights, and `draft_ids` in place of the maps. vLLM does not read those.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +23,14 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.catalogue import is_head
-from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, check_config, check_ids, decoder_layers
-from selfjudge.models.tokens import context_window
-from selfjudge.models.weights import check_finite
+from selfjudge.models.eagle import ROPE_TYPES, EagleConfig, EagleHead, auxiliary_layers, decoder_layers
+from selfjudge.models.weights import check_finite, dequantise, unpack_six
 from selfjudge.store import read_json, whole_tensors, write_json
-from selfjudge.store.artefacts import HeadShape, PublicHead
+from selfjudge.store.artefacts import HeadFile, HeadShape
 from selfjudge.store.schema import conform
 
 FORMAT = "0.3.0"  # of speculators, whose fields these are
+COMPACT = "head.safetensors"
 _FIXED = {
     "num_hidden_layers": 1, "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "norm_before_fc": False, "fc_norm": False, "norm_output": False, "num_aux_hidden_states": 3,
@@ -36,18 +40,15 @@ _FIXED = {
 
 
 def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> EagleHead:
-    """The head of a folder in any format for this target, in its dtype on its device."""
-    head = EagleHead.read(folder) if is_head(folder) else read_public(folder, target)
-    return head.bind(target, sha256, name)
+    """The head of a folder for this target, in its dtype on its device."""
+    return read_head(folder, target).bind(target, sha256, name)
 
 
-def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
-    """The head of such a folder, in float32, not bound yet; a damaged one, or one of another shape, is refused."""
-    record = read_json(folder / "config.json", PublicHead)
-    config = _read_config(record, folder, target)
+def read_head(folder: Path, target: PreTrainedModel) -> EagleHead:
+    """The head of a folder, in float32, not bound yet; a damaged one, or one of another shape, is refused."""
+    config, record = read_shape(folder, target)
     tensors = _read_tensors(folder)
     ids, order = _draft_ids(tensors, config, folder)
-    head = EagleHead(config, ids)
     output, embedding = tensors.pop("lm_head.weight", None), tensors.pop("embed_tokens.weight", None)
     for name, tensor, rows in (
         ("output", output, config.draft_vocab_size),
@@ -56,9 +57,10 @@ def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
         if tensor is not None and tensor.shape != (rows, config.hidden_size):
             raise SelfJudgeError(f"{folder}: its {name} is {list(tensor.shape)}, not {[rows, config.hidden_size]}")
     try:
+        head = EagleHead(config, ids)
         head.load_state_dict(tensors)
-    except RuntimeError as error:
-        fault = str(error).splitlines()[:2][-1].strip()  # the first line names the module alone
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:  # other names, shapes or rotary embeddings
+        fault = str(error).splitlines()[:2][-1].strip()  # the first line of a RuntimeError names the module alone
         raise SelfJudgeError(f"the head in {folder} is not one that can be read: {fault}") from None
     if output is not None:
         head.output = output[order]
@@ -68,13 +70,15 @@ def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
     head.own = frozenset(name for name in ("output", "embedding") if getattr(head, name) is not None)
     check_finite([*head.named_parameters(), *((name, getattr(head, name)) for name in sorted(head.own))], folder)
     verifier = (record.get("speculators_config") or {}).get("verifier") or {}
-    head.target = str(verifier.get("name_or_path") or "")
+    head.folder, head.target_sha256 = folder, record.get("target_sha256", "")
+    head.target = record.get("target") or str(verifier.get("name_or_path") or "")
     return head.eval().requires_grad_(False)
 
 
-def _read_config(record: dict[str, Any], folder: Path, target: PreTrainedModel) -> EagleConfig:
-    """The shape of a head; one that ours cannot have is refused."""
+def read_shape(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, dict[str, Any]]:
+    """The shape of the head in a folder, and all that its config says; a shape that ours cannot have is refused."""
     file = folder / "config.json"
+    record = read_json(file, HeadFile)
     kind = record.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise SelfJudgeError(f"{file}: a draft of type {kind!r} cannot be used: only eagle3")
@@ -105,49 +109,72 @@ def _read_config(record: dict[str, Any], folder: Path, target: PreTrainedModel) 
         draft_vocab_size=record.get("draft_vocab_size") or shape["vocab_size"],
         norm_before_residual=bool(record.get("norm_before_residual", "speculators_model_type" in record)),
     )
-    check_config(config, folder)
-    return config
+    _check_shape(config, file)
+    return config, record
+
+
+def _check_shape(config: EagleConfig, file: Path) -> None:
+    """Refuse what no head can have."""
+    wrong = {
+        "kv_heads": config.heads % config.kv_heads != 0,
+        "head_dim": config.head_dim % 2 != 0,
+        "draft_vocab_size": config.draft_vocab_size > config.vocab_size,
+        "rope_parameters": config.rope_parameters.get("rope_type") not in ROPE_TYPES,
+    }
+    for name, bad in wrong.items():
+        if bad:
+            raise SelfJudgeError(f"{file}: a head cannot have {name} {getattr(config, name)}")
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor by our names; floats in float32."""
+    """Every tensor by our names; floats, and what stands for them in a compact head, in float32."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise SelfJudgeError(f"{folder} has no model.safetensors: heads are read in this format alone")
+    stored: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     try:
         for file in files:
-            tensors |= load_file(file)
-    except (OSError, SafetensorError, RuntimeError) as error:
+            stored |= load_file(file)
+        for name, tensor in stored.items():
+            if tensor.dtype in (torch.int8, torch.uint8):
+                values = unpack_six(tensor) if tensor.dtype == torch.uint8 else tensor
+                tensors[name] = dequantise(values, stored[f"{name}.scale"])
+            elif not name.endswith(".scale"):
+                tensors[name.replace("midlayer.", "layers.0.")] = (
+                    tensor.float() if tensor.is_floating_point() else tensor
+                )
+    except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
         raise SelfJudgeError(f"cannot read the head in {folder}: {first_line(error)}") from None
-    return {
-        name.replace("midlayer.", "layers.0."): tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+    return tensors
 
 
 def _draft_ids(tensors: dict[str, Tensor], config: EagleConfig, folder: Path) -> tuple[Tensor, Tensor]:
     """[D] the tokens that a head proposes, ascending, and where each lies in its output matrix; takes out the maps."""
     places = torch.arange(config.draft_vocab_size)
     offsets, marked = tensors.pop("d2t", torch.zeros_like(places)), tensors.pop("t2d", None)
-    ids, order = (places + offsets if offsets.shape == places.shape else offsets).sort()
-    check_ids(ids, config, folder)
+    named = places + offsets if offsets.shape == places.shape else offsets
+    ids, order = tensors.pop("draft_ids", named).sort()
+    fits = ids.shape == places.shape and not ids.is_floating_point()
+    if not fits or not bool((ids[1:] > ids[:-1]).all()) or ids[0] < 0 or ids[-1] >= config.vocab_size:
+        expected = f"{config.draft_vocab_size} different token ids below {config.vocab_size}"
+        raise SelfJudgeError(f"{folder}: its draft vocabulary must be {expected}")
     if marked is not None and not torch.equal(marked.nonzero().flatten(), ids):
         raise SelfJudgeError(f"{folder}: d2t and t2d must name the same tokens")
     return ids, order
 
 
-def write_speculators(head: EagleHead, target: PreTrainedModel, folder: Path, *, steps: int, verifier: str) -> None:
-    """Write `model.safetensors` (float16) and `config.json` for a head that is bound to its target.
+def write_head(
+    head: EagleHead, folder: Path, *, steps: int = 5, verifier: str = "", metrics: Mapping[str, Any] | None = None
+) -> None:
+    """Write `model.safetensors` (float16), then `config.json`: its existence means that the folder is whole.
 
     `steps` is how many tokens vLLM drafts unless told otherwise, `verifier` what vLLM loads as the target. The rows of
     the output matrix are copied, because vLLM wants them; the embedding is taken from the target."""
     config = head.config
-    assert head.output is not None
-    if len(set(config.aux_layers)) < 3:
-        raise SelfJudgeError(f"vLLM reads three layers that differ, and this head reads {config.aux_layers}")
     tensors = {name: p.detach() for name, p in head.named_parameters()}
-    tensors["lm_head.weight"] = head.output
+    if head.output is not None:
+        tensors["lm_head.weight"] = head.output
     if "embedding" in head.own:
         assert head.embedding is not None
         tensors["embed_tokens.weight"] = head.embedding
@@ -159,10 +186,11 @@ def write_speculators(head: EagleHead, target: PreTrainedModel, folder: Path, *,
     (folder / "config.json").unlink(missing_ok=True)
     with whole_tensors(folder / "model.safetensors") as file:
         save_file(tensors, file, {"format": "pt"})
-    write_json(folder / "config.json", _config(head, target, steps, verifier))
+    about = {"target": head.target, "target_sha256": head.target_sha256, "metrics": dict(metrics or {})}
+    write_json(folder / "config.json", _config(head, steps, verifier or head.target) | about)
 
 
-def _config(head: EagleHead, target: PreTrainedModel, steps: int, verifier: str) -> dict[str, Any]:
+def _config(head: EagleHead, steps: int, verifier: str) -> dict[str, Any]:
     """`config.json`: what all heads have in common is in a file of this folder."""
     c, record = head.config, read_json(Path(__file__).with_name("speculators.json"))
     record |= {
@@ -174,7 +202,7 @@ def _config(head: EagleHead, target: PreTrainedModel, steps: int, verifier: str)
     }
     record["speculators_config"] |= {
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": steps}],
-        "verifier": {"name_or_path": verifier, "architectures": [type(target).__name__]},
+        "verifier": {"name_or_path": verifier, "architectures": [head.architecture]},
     }
     record["transformer_layer_config"] |= {
         "vocab_size": c.vocab_size,
@@ -186,6 +214,6 @@ def _config(head: EagleHead, target: PreTrainedModel, steps: int, verifier: str)
         "rms_norm_eps": c.eps,
         "rope_parameters": dict(c.rope_parameters),
         "rope_theta": c.rope_parameters["rope_theta"],
-        "max_position_embeddings": context_window(target),
+        "max_position_embeddings": head.window,
     }
     return record

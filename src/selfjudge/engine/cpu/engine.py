@@ -19,6 +19,7 @@ from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_file
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.shape import UnknownShapeError, describe_model
+from selfjudge.models.speculators import load_head
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import GROUP
 
@@ -222,7 +223,11 @@ class CpuHead(CpuEngine, HeadEngine):
         self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size
 
         def pack() -> PackedHead:
-            weights = PackedHead(head.with_matrices(), loaded, int8)
+            source = head
+            if not head.fc.weight.numel():  # freed when it was packed in another way
+                assert head.folder is not None
+                source = load_head(head.folder, loaded.causal_lm)
+            weights = PackedHead(source, loaded, int8)
             if int8 and loaded.file is not None:
                 head.free_matrices()  # no other engine runs a head with a GGUF target
             give_back()
