@@ -11,7 +11,7 @@ from conftest import VOCAB
 from fake_judge import constant_judge
 from selfjudge.decoding.rules import Judged
 from selfjudge.decoding.text import generate
-from selfjudge.evaluate.likelihood import compute_likelihoods, count_substitutions
+from selfjudge.evaluate.likelihood import compute_likelihoods, find_substitutions
 from selfjudge.models.pair import Pair
 
 
@@ -38,17 +38,7 @@ def test_substitutions_are_the_tokens_that_a_judge_took(tiny_pair: Pair) -> None
     prompts: list[Any] = ["w5 w6 w7", "w9 w8"]
     always = Judged(constant_judge(1.0, tiny_pair.hidden_size), 0.5, special=tiny_pair.special_ids)
     answers = generate(tiny_pair, prompts, always, gamma=3, max_new_tokens=20)
-    encoded = [tiny_pair.encode(p) for p in prompts]
-    seen = compute_likelihoods(tiny_pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
-    found = count_substitutions(tiny_pair, answers, seen)
+    found = find_substitutions(tiny_pair, prompts, answers)
     assert sum(n for *_, n in found) == sum(o == "judge" for a in answers for o in a.origins) > 0
     assert [n for *_, n in found] == sorted((n for *_, n in found), reverse=True)
-    exact = generate(tiny_pair, prompts, gamma=3, max_new_tokens=20)
-    assert (
-        count_substitutions(
-            tiny_pair,
-            exact,
-            compute_likelihoods(tiny_pair, [(e, a.tokens) for e, a in zip(encoded, exact, strict=True)]),
-        )
-        == []
-    )
+    assert find_substitutions(tiny_pair, prompts, generate(tiny_pair, prompts, gamma=3, max_new_tokens=20)) == []

@@ -108,3 +108,15 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     logits: Tensor = model.get_output_embeddings()(hidden)
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def log_probabilities(model: PreTrainedModel, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[R] log-probabilities of `tokens` at their states, those of the most likely tokens there, and these tokens."""
+    parts = []
+    step = logit_rows(model)
+    for rows, chosen in zip(states.split(step), tokens.split(step), strict=True):
+        logits = logits_of(model, rows).float()
+        total, top = logits.logsumexp(-1), logits.max(-1)
+        parts.append((logits.gather(1, chosen[:, None]).squeeze(1) - total, top.values - total, top.indices))
+    log_p, highest, choices = map(torch.cat, zip(*parts, strict=True))
+    return log_p, highest, choices

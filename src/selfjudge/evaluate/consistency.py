@@ -62,7 +62,7 @@ def load_entailment(pair: Pair, nli: str, warn: Callable[[str], None]) -> tuple[
 
 def load_classifier(name: str, device: torch.device | str = "cpu") -> Entails:
     """An NLI classifier of transformers: a hub id or a folder."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
     try:
         with quiet():
@@ -74,28 +74,21 @@ def load_classifier(name: str, device: torch.device | str = "cpu") -> Entails:
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
         raise SelfJudgeError(f"cannot load the NLI model {name}: {first_line(error)}") from None
     check_weights(model.eval(), {**loading, "unexpected_keys": ()}, name)  # heads of other tasks may lie beside its own
-    labels = {str(label).lower(): int(i) for i, label in model.config.id2label.items()}
-    places = [next((i for label, i in labels.items() if start in label), None) for start in ("entail", "contra")]
-    if None in places:
+    labels = [str(label) for label in model.config.id2label.values()]
+    entailed, contradicted = (
+        next((label for label in labels if start in label.lower()), None) for start in ("entail", "contra")
+    )
+    if entailed is None or contradicted is None:
         raise SelfJudgeError(f"{name} is not an NLI model: its labels are {', '.join(labels)}")
-    model.to(device)
+    classify = pipeline(
+        "text-classification", model=model, tokenizer=tokenizer, device=device, batch_size=BATCH, top_k=None,
+        function_to_apply="softmax", truncation="longest_first", max_length=min(512, tokenizer.model_max_length),
+    )  # fmt: skip
 
-    @torch.no_grad()
     def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
-        values: list[float] = []
-        for start in range(0, len(pairs), BATCH):
-            part = pairs[start : start + BATCH]
-            inputs = tokenizer(
-                [story for story, _ in part],
-                [sentence for _, sentence in part],
-                truncation="longest_first",
-                padding=True,
-                max_length=min(512, tokenizer.model_max_length),
-                return_tensors="pt",
-            )
-            p = model(**inputs.to(model.device)).logits.float().softmax(-1)
-            values += (p[:, places[0]] - p[:, places[1]]).tolist()
-        return values
+        found = classify([{"text": story, "text_pair": sentence} for story, sentence in pairs])
+        shares = ({share["label"]: share["score"] for share in each} for each in found)
+        return [p[entailed] - p[contradicted] for p in shares]
 
     return entails
 

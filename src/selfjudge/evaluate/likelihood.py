@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfjudge.engine.teacher_forced import Sequences, logit_rows, logits_of, teacher_forced
+from selfjudge.engine.teacher_forced import Sequences, log_probabilities, teacher_forced
 from selfjudge.judge.model import Judge, join_features
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.tasks.base import Row, join_messages
@@ -37,16 +37,7 @@ def compute_likelihoods(pair: Pair, sequences: Sequences, judge: Judge | None = 
     for part, hidden in teacher_forced(pair.target_model, [sequences[i] for i in readable]):
         chosen = [readable[p] for p in part]
         tokens = torch.tensor([t for i in chosen for t in sequences[i][1]], device=hidden.device)
-        log_p: list[float] = []
-        choices: list[int] = []
-        best: list[float] = []
-        step = logit_rows(pair.target)
-        for states, emitted in zip(hidden.split(step), tokens.split(step), strict=True):
-            logits = logits_of(pair.target, states).float()
-            total, top = logits.logsumexp(-1), logits.max(-1)
-            log_p += (logits.gather(1, emitted[:, None]).squeeze(1) - total).tolist()
-            best += (top.values - total).tolist()
-            choices += top.indices.tolist()
+        log_p, best, choices = (column.tolist() for column in log_probabilities(pair.target, hidden, tokens))
         at = 0
         for i in chosen:
             end = at + len(sequences[i][1])
@@ -57,38 +48,25 @@ def compute_likelihoods(pair: Pair, sequences: Sequences, judge: Judge | None = 
     return results
 
 
-def count_substitutions(
-    pair: Pair, answers: Sequence[Generation], seen: Sequence[Likelihood]
-) -> list[tuple[str, str, int]]:
-    """(the target's choice, what was accepted instead, how often), the most frequent first."""
-    pairs = Counter(
-        (choice, token)
-        for answer, likelihood in zip(answers, seen, strict=True)
-        for token, origin, choice in zip(answer.tokens, answer.origins, likelihood.choices, strict=True)
-        if origin == "judge" and choice != token
-    )
-    return _decode_pairs(pair, pairs)
-
-
-def _decode_pairs(pair: Pair, pairs: Counter[tuple[int, int]]) -> list[tuple[str, str, int]]:
-    """Counted pairs of tokens as text, the most frequent first."""
-    text = {i: str(pair.tokenizer.decode([i])) for both in pairs for i in both}
-    return [(text[a], text[b], n) for (a, b), n in pairs.most_common()]
-
-
 def find_substitutions(
     pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation]
 ) -> list[tuple[str, str, int]]:
-    """(the target's choice, what was accepted instead, how often) in the first answers that have such a token."""
+    """(the target's choice, what was accepted instead, how often) in the first answers that have such a token, the most
+    frequent first."""
     chosen = [i for i, answer in enumerate(answers) if "judge" in answer.origins][:SUBSTITUTION_ANSWERS]
-    if not pair.target_model.full_precision:
-        traced = Counter((judged.target_token, judged.token) for i in chosen for judged in answers[i].judged_tokens)
-        return _decode_pairs(pair, traced)[:KEPT_SUBSTITUTIONS]
-    if not chosen:
-        return []
-    encoded = pair.encode_many([prompts[i] for i in chosen])
-    seen = compute_likelihoods(pair, [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)])
-    return count_substitutions(pair, [answers[i] for i in chosen], seen)[:KEPT_SUBSTITUTIONS]
+    traced = [token for i in chosen for token in answers[i].judged_tokens]
+    pairs = [(token.target_token, token.token) for token in traced]
+    if pair.target_model.full_precision and chosen:
+        encoded = pair.encode_many([prompts[i] for i in chosen])
+        sequences = [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)]
+        pairs = [
+            (choice, token)
+            for i, seen in zip(chosen, compute_likelihoods(pair, sequences), strict=True)
+            for token, origin, choice in zip(answers[i].tokens, answers[i].origins, seen.choices, strict=True)
+            if origin == "judge" and choice != token
+        ]
+    text = {token: str(pair.tokenizer.decode([token])) for both in pairs for token in both}
+    return [(text[choice], text[token], n) for (choice, token), n in Counter(pairs).most_common(KEPT_SUBSTITUTIONS)]
 
 
 def make_example_rows(
@@ -110,25 +88,20 @@ def make_example_rows(
 
 
 def _make_token_rows(pair: Pair, answer: Generation, seen: Likelihood | None) -> list[Row]:
+    if seen is not None:
+        p, p_choice = (map(math.exp, values) for values in (seen.log_p, seen.choice_log_p))
+        views = dict(enumerate(zip(seen.choices, p, p_choice, seen.scores, strict=True)))
+    else:
+        views = {t.index: (t.target_token, t.probability, t.target_probability, t.score) for t in answer.judged_tokens}
     rows: list[Row] = []
-    judged = {token.index: token for token in answer.judged_tokens}
     cycle = 0
     for k, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True)):
         row: Row = {"text": str(pair.tokenizer.decode([token])), "origin": origin}
-        if seen is not None:
-            row |= {
-                "choice": str(pair.tokenizer.decode([seen.choices[k]])),
-                "p": round(math.exp(seen.log_p[k]), 4),
-                "p_choice": round(math.exp(seen.choice_log_p[k]), 4),
-                "judge": seen.scores[k],
-            }
-        elif (traced := judged.get(k)) is not None:
-            row |= {
-                "choice": str(pair.tokenizer.decode([traced.target_token])),
-                "p": round(traced.probability, 4),
-                "p_choice": round(traced.target_probability, 4),
-                "judge": None if traced.score is None else round(traced.score, 4),
-            }
+        if k in views:
+            choice, *shares = views[k]
+            row["choice"] = str(pair.tokenizer.decode([choice]))
+            rounded = (None if share is None else round(share, 4) for share in shares)
+            row |= zip(("p", "p_choice", "judge"), rounded, strict=True)
         rows.append({**row, "cycle": cycle})
         cycle += origin == "target"
     return rows

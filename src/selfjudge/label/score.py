@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import DynamicCache
 
-from selfjudge.engine.reference import SlotLayer, attention_kinds
-from selfjudge.engine.teacher_forced import choose_width, logit_rows, logits_of, sdpa_without_cudnn
+from selfjudge.engine.reference import attention_kinds
+from selfjudge.engine.teacher_forced import choose_width, log_probabilities, logit_rows, logits_of, sdpa_without_cudnn
 from selfjudge.models.loaded import LoadedModel, as_loaded
 from selfjudge.models.tokens import context_window
 from selfjudge.types import Tell, ignore
@@ -152,7 +152,7 @@ class Scorer:
         ids = torch.zeros(len(cases), wide, dtype=torch.long)
         for row, case in enumerate(cases):
             ids[row, : len(case.prompt) + len(case.response)] = torch.tensor([*case.prompt, *case.response])
-        cache = Cache(layer_class_to_replicate=SlotLayer)
+        cache = DynamicCache()
         mask = None
         if self._kinds != {"full_attention"}:  # windows are said explicitly, as for the branches
             whole = torch.arange(wide, device=self.device).expand(len(cases), -1)
@@ -178,7 +178,7 @@ class Scorer:
             torch.tensor(list(tokens), dtype=torch.long, device=self.device)
             for tokens in (case.response, case.places, case.drafts)
         )
-        log_p = self._log_probabilities(states[:-1], response)[0].cpu().numpy()
+        log_p = log_probabilities(self.model, states[:-1], response)[0].cpu().numpy()
         parts = [torch.zeros((3, 0), device=self.device)]
         step = logit_rows(self.model)
         for state, draft in zip(states[places].split(step), drafts.split(step), strict=True):
@@ -228,7 +228,7 @@ class Scorer:
             yield rows[:count]
             rows = rows[count:]
 
-    def _read(self, rows: Sequence[Sequence[Branch]], prefixes: Cache, results: Sequence[Scores]) -> None:
+    def _read(self, rows: Sequence[Sequence[Branch]], prefixes: DynamicCache, results: Sequence[Scores]) -> None:
         """One pass over rows of branches; fills in their scores."""
         wide = choose_width(max(sum(len(b.tokens) for b in row) for row in rows), self.device)
         shape = (len(rows), wide)
@@ -245,14 +245,18 @@ class Scorer:
                 flat.append(branch)
                 first.append(row * wide + at)
                 at = here.stop
-        cache = self._select_prefixes(prefixes, [row[0].case for row in rows], int(starts.max()), wide)
+        cases = torch.tensor([row[0].case for row in rows], device=self.device)
+        length = int(starts.max())  # of the response before the last branch
+        cache = DynamicCache()
+        for number, layer in enumerate(prefixes.layers):
+            cache.update(layer.keys[cases, :, :length], layer.values[cases, :, :length], number)
         place, owners, begins = (torch.from_numpy(a).to(self.device) for a in (positions, owner, starts))
         with sdpa_without_cudnn():
             hidden = self.model.base_model(
                 input_ids=torch.from_numpy(tokens).to(self.device),
                 position_ids=place,
                 past_key_values=cache,
-                attention_mask=self._mask(place, owners, begins, int(starts.max())),
+                attention_mask=self._mask(place, owners, begins, length),
                 use_cache=True,
             ).last_hidden_state.flatten(0, 1)
         self.tokens += sum(len(branch.tokens) for branch in flat)
@@ -264,7 +268,7 @@ class Scorer:
         follows = [token for branch in flat for token in branch.follows]
         states = hidden[torch.tensor(first, dtype=torch.long, device=self.device)].float().cpu().numpy()
         rows, tokens = (torch.tensor(ids, dtype=torch.long, device=self.device) for ids in (scored, follows))
-        log_p, highest = self._log_probabilities(hidden[rows], tokens).cpu().numpy()
+        log_p, highest, _ = (column.cpu().numpy() for column in log_probabilities(self.model, hidden[rows], tokens))
         at = 0
         for branch, state in zip(flat, states, strict=True):
             scores, count = results[branch.case], len(branch.follows)
@@ -272,23 +276,6 @@ class Scorer:
             scores.substituted[branch.number, :count] = log_p[at : at + count]
             scores.highest[branch.number, :count] = highest[at : at + count]
             at += count
-
-    def _select_prefixes(self, prefixes: Cache, cases: list[int], length: int, room: int) -> Cache:
-        """The first `length` slots of some rows of a cache, with room for more."""
-        chosen = torch.tensor(cases, device=self.device)
-        cache = Cache(layer_class_to_replicate=SlotLayer)
-        for old in prefixes.layers:
-            layer = SlotLayer()
-            layer.lazy_initialization(old.keys[:1], old.values[:1])
-            layer.buffers = []
-            for source in old.buffers:
-                heads, dim = source.shape[1], source.shape[3]
-                buffer = source.new_empty((len(cases), heads, length + room, dim))
-                buffer[:, :, :length] = source[:, :, :length].index_select(0, chosen)
-                layer.buffers.append(buffer)
-            layer.cut(length)
-            cache.layers.append(layer)
-        return cache
 
     def _mask(self, positions: Tensor, owner: Tensor, starts: Tensor, length: int) -> Any:
         """Additive masks [B, 1, Q, L + Q] by kind of attention: the response before a branch, and the branch so far."""
@@ -307,13 +294,3 @@ class Scorer:
             mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=self.device)
             masks[kind] = mask.masked_fill_(~allowed, torch.finfo(self.model.dtype).min).unsqueeze(1)
         return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _log_probabilities(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """[2, R] log-probability of each token at its state, and of the most likely one there."""
-        parts = [torch.zeros((2, 0), device=self.device)]
-        step = logit_rows(self.model)
-        for state, token in zip(states.split(step), tokens.split(step), strict=True):
-            logits = logits_of(self.model, state).float()
-            both = torch.stack([logits.gather(1, token[:, None]).squeeze(1), logits.amax(-1)])
-            parts.append(both - logits.logsumexp(-1))
-        return torch.cat(parts, 1)
