@@ -23,7 +23,7 @@ import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
 from selfjudge.distill.config import DistillConfig, Schedule
-from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, largest, teacher
+from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, teacher
 from selfjudge.distill.student import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
@@ -113,16 +113,6 @@ def test_every_answer_is_made_once_and_a_file_has_one_temperature(
         assert len({(job.temperature, job.held_out) for job in part}) == 1
         made += part
     assert sorted(map(repr, made)) == sorted(map(repr, wanted))
-
-
-@pytest.mark.parametrize(("size", "k"), [(61, 5), (128, 4), (512, 3), (512, 4), (4096, 16), (4100, 16)])
-def test_largest_is_topk(size: int, k: int) -> None:
-    logits = torch.randn(9, size, generator=torch.Generator().manual_seed(size))
-    logits[0, -k:] += 9  # all in one group
-    values, index = largest(logits, k)
-    expected = logits.topk(k, -1)
-    assert torch.equal(values, expected.values)
-    assert torch.equal(index, expected.indices)
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))

@@ -1,14 +1,11 @@
-"""Where compiled kernels are kept, and that their compilation is said. Triton itself is not needed."""
+"""That the compilation of kernels is said. Triton itself is not needed."""
 
 from __future__ import annotations
 
 import io
-import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,47 +14,6 @@ import pytest
 from selfjudge.cli import decode, output
 from selfjudge.ops import compiled
 from selfjudge.types import Piece
-
-
-@pytest.fixture
-def keep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], str | None]]:
-    """`keep_kernels` in a process of its own, so to speak: what it leaves in the environment."""
-    monkeypatch.setenv("SELFJUDGE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv(compiled.VARIABLE, "")  # so that it is as before after the test
-
-    def call() -> str | None:
-        compiled.keep_kernels.cache_clear()
-        compiled.keep_kernels()
-        return os.environ.get(compiled.VARIABLE)
-
-    yield call
-    compiled.keep_kernels.cache_clear()
-
-
-def test_kernels_are_kept_in_the_cache_folder(
-    keep: Callable[[], str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert keep() == str(tmp_path / "home" / "kernels" / "triton")
-    assert not list((tmp_path / "home" / "kernels" / "triton").iterdir())
-    monkeypatch.setenv(compiled.VARIABLE, "")
-    monkeypatch.setenv("SELFJUDGE_HOME", "here")
-    monkeypatch.chdir(tmp_path)
-    assert keep() == str(tmp_path / "here" / "kernels" / "triton")  # wherever the program goes
-
-
-def test_a_folder_that_the_user_has_set_stays(keep: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compiled.VARIABLE, "/elsewhere")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert keep() == "/elsewhere"
-
-
-def test_a_folder_that_cannot_be_written_is_said_in_one_line(keep: Callable[[], str | None], tmp_path: Path) -> None:
-    (tmp_path / "home").write_text("a file")
-    with pytest.warns(UserWarning, match="compiled kernels cannot be kept in .*; Triton's own cache is used") as said:
-        assert keep() == ""
-    assert len(said) == 1
-    assert "\n" not in str(said[0].message)
 
 
 class FakeTriton(SimpleNamespace):

@@ -24,7 +24,6 @@ from selfjudge.models.eagle import EagleHead, decoder_layers
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
 from selfjudge.ops import has_non_finite
-from selfjudge.ops.compiled import keep_kernels
 from selfjudge.store import machine, versions
 from selfjudge.types import ENGINES
 
@@ -125,8 +124,6 @@ def make_engine(
     `hidden` asks for the states a judge reads, `features` for the inputs of these layers, which a draft reads; `int8`
     for quantised weights, which the CPU engine alone offers."""
     model = as_loaded(model)
-    if model.device.type == "cuda":
-        keep_kernels()
     if features:
         decoder_layers(model.causal_lm)  # raises where the layers cannot be found
     kind = choose_kind(model, int8=int8, kind=kind)

@@ -1,37 +1,12 @@
-"""Compiled Triton kernels: where they are kept, and who is told that some are being compiled."""
+"""Who is told that Triton compiles kernels. It keeps them itself, for the next process."""
 
-import os
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-from selfjudge.errors import first_line
 from selfjudge.ops import has_triton
-from selfjudge.store.files import home
 
-VARIABLE = "TRITON_CACHE_DIR"
 COMPILING = "compiling kernels, once on this machine …"
-
-
-@cache
-def keep_kernels() -> None:
-    """Let Triton keep compiled kernels in our cache folder, so that the next process need not compile them.
-
-    Called before the first kernel is compiled. A folder that the user has set stays."""
-    if os.environ.get(VARIABLE):
-        return
-    folder = home().absolute() / "kernels" / "triton"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        text = f"compiled kernels cannot be kept in {folder}: {first_line(error)}; Triton's own cache is used"
-        warnings.warn(text, stacklevel=3)
-        return
-    os.environ[VARIABLE] = str(folder)
 
 
 @contextmanager

@@ -1,72 +1,49 @@
-"""The compiled kernel: its C structures, field by field as in `kernels.cpp`, and its compilation for this machine."""
+"""The compiled kernel: its C structures, read from `kernels.cpp`, and its compilation for this machine."""
 
 import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from selfjudge.store import home, locked
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "blocks.h"))
 
 
+def _read_fields(structure: str) -> list[tuple[str, Any]]:
+    """The fields of a C structure, as the kernel's source declares it: every pointer is an address."""
+    found = re.search(rf"^struct {structure} {{$(.*?)^}};$", SOURCES[0].read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    kinds: dict[str, Any] = {"int32_t": ctypes.c_int32, "float": ctypes.c_float, "Matrix": globals().get("Matrix")}
+    fields = []
+    for kind, names in re.findall(r"(?:const )?(\w+)([^;]*);", re.sub(r"//.*", "", found[1])):
+        for name in names.split(","):
+            fields.append((name.split("*")[-1].strip(), ctypes.c_void_p if "*" in name else kinds[kind]))
+    return fields
+
+
 class Matrix(ctypes.Structure):
-    _fields_ = (
-        ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_int32), ("cols", ctypes.c_int32), ("type", ctypes.c_int32),
-    )  # fmt: skip
+    _fields_ = _read_fields("Matrix")
 
 
 class Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "attention_norm", "mlp_norm", "attention_after", "mlp_after", "query_norm", "key_norm",
-            )
-        ),
-        ("window", ctypes.c_int32), ("table", ctypes.c_int32),
-    )  # fmt: skip
+    _fields_ = _read_fields("Layer")
 
 
 class Model(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        *(
-            (name, ctypes.c_float)
-            for name in (
-                "epsilon", "attention_scale", "attention_cap", "embedding_scale", "residual_scale", "logit_scale",
-                "logit_cap",
-            )
-        ),
-        ("gelu", ctypes.c_int32), ("whole_norms", ctypes.c_int32), ("embedding", ctypes.c_void_p),
-        ("embedding_type", ctypes.c_int32), ("embedding_packed", ctypes.c_int32),
-        ("layer", ctypes.POINTER(Layer)), ("norm", ctypes.c_void_p), ("head", Matrix),
-        ("state_norm", ctypes.c_void_p), ("fuse", Matrix), ("norm_before_residual", ctypes.c_int32),
-    )  # fmt: skip
+    _fields_ = _read_fields("Model")
 
 
 class Pass(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("tokens", "slots", "outputs")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "ids", "row", "position", "output", "row_slots", "cosine", "sine", "cache", "logits", "states",
-                "scratch",
-            )
-        ),
-        ("threads", ctypes.c_int32), ("taps", ctypes.c_int32), ("tap", ctypes.c_void_p), ("features", ctypes.c_void_p),
-        ("states_in", ctypes.c_void_p), ("states_width", ctypes.c_int32), ("residual", ctypes.c_void_p),
-        ("table_slots", ctypes.c_int32),
-    )  # fmt: skip
+    _fields_ = _read_fields("Pass")
 
 
 def compiler() -> list[str]:

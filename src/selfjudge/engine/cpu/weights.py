@@ -1,5 +1,6 @@
 """Weights as the kernel reads them: float32 in place, int8 made from it, or the blocks of a GGUF file, repacked."""
 
+import ctypes
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,7 +33,7 @@ class PackedWeights:
             embedding, norm, head = self._from_modules(model)
         else:
             embedding, norm, head = self._from_file(file, row_order(model.config))
-        self.model = Model(*self._sizes(), *embedding, self.layers, norm, head)
+        self.model = Model(*self._sizes(), *embedding, ctypes.addressof(self.layers), norm, head)
         give_back()  # the memory that packing needed
 
     def _set_up(self, int8: bool, shape: Shape) -> None:
@@ -216,7 +217,7 @@ class PackedHead(PackedWeights):
         else:
             rows = self._matrix(head.output)
         self.model = Model(
-            *self._sizes(), *embedding, self.layers, self._norm(head.norm), rows,
+            *self._sizes(), *embedding, ctypes.addressof(self.layers), self._norm(head.norm), rows,
             self._pointer(layer.hidden_norm.weight), self._matrix(head.fc.weight), head.config.norm_before_residual,
         )  # fmt: skip
 
