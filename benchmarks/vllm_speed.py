@@ -291,10 +291,10 @@ class Stopwatch:
 
     def watch(self, worker: Any) -> None:
         adapter, counts = worker._adapter, worker._counts
-        self.watching = hasattr(adapter, "approval")
+        self.watching = type(adapter).__name__ == "FirstRunnerAdapter"
         if self.watching:
             for owner, name in (
-                (adapter, "before_sampling"), (adapter.approval, "mark"), (counts, "add"), (counts, "report"),
+                (adapter, "before_sampling"), (adapter.verification.approval, "mark"), (counts, "add"), (counts, "report"),
             ):  # fmt: skip
                 setattr(owner, name, self.timed(getattr(owner, name)))
 

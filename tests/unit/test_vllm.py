@@ -26,7 +26,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, parse_object, target_sha256
-from selfjudge.integrations.vllm.counts import STEPS, CountedStep, Counts
+from selfjudge.integrations.vllm.counts import STEPS, Counts
 from selfjudge.integrations.vllm.label import outline_pair
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan, encode
 from selfjudge.integrations.vllm.serve import RUNNER, choose_runner
@@ -235,7 +235,7 @@ def test_flat_rows_are_decided_as_blocks_are(
     approval = Approval(judging, guarded, CPU)
     mask = approval(states, predicting, at, drafts, Plan(chosen, rows, counts))
     marked = logits.clone()
-    raised, aligned = approval.mark(marked, drafts, mask)
+    raised, aligned, drafted = approval.mark(marked, drafts, mask)
     assert torch.equal(raised, mask)
     found, _ = argmax_checked(marked)
     first, accepted = 0, []
@@ -250,7 +250,7 @@ def test_flat_rows_are_decided_as_blocks_are(
         accepted.append(k)
         first += count
     counted = Counts(CPU, "model", "0")
-    counted.add(rows, torch.tensor(accepted) + 1, torch.stack([raised, aligned]))
+    counted.add(rows, torch.tensor(accepted) + 1, torch.stack([raised, aligned, drafted]))
     totals = counted.read()
     cycles = sum(count > 0 for count in counts)
     assert totals["cycles"] == cycles
@@ -302,16 +302,14 @@ def test_a_step_without_the_judge_counts_what_was_accepted_for_both() -> None:
     assert counted.read() == {"cycles": 2, "tokens": 4, "aligned_tokens": 4, "judged_tokens": 0}
 
 
-def drawn_step(dice: random.Random, rows: Callable[..., DraftRows], partly: bool) -> tuple[CountedStep, list[int]]:
+def drawn_step(dice: random.Random, rows: Callable[..., DraftRows], partly: bool) -> tuple[tuple[Any, ...], list[int]]:
     """A step of up to four requests, and what it adds to each counter, counted one draft at a time."""
     counts = dice.choice([[3, 0, 2], [2, 2], [1], [0, 3, 3, 1], [0]])
     accepted = [dice.randint(0, count) for count in counts]
     judged = dice.random() < 0.7
     flags = torch.tensor([[dice.random() < 0.6 for _ in range(sum(counts))] for _ in range(3)], dtype=torch.bool)
-    sampled = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
     wanted, at = [0, 0, 0, 0], 0
-    for i, (count, k) in enumerate(zip(counts, accepted, strict=True)):
-        sampled[i, : k + 1] = 7
+    for count, k in zip(counts, accepted, strict=True):
         raised, aligned, seen = ([False] * count for _ in range(3))
         if judged:
             raised, aligned, seen = flags[:, at : at + count].tolist()
@@ -322,8 +320,10 @@ def drawn_step(dice: random.Random, rows: Callable[..., DraftRows], partly: bool
             against = sum(raised[place] and not aligned[place] for place in range(k))
             wanted = [a + b for a, b in zip(wanted, [1, k + 1, leading + 1, against], strict=True)]
         at += count
-    step = CountedStep(rows(counts, CPU), sampled, (flags if partly else flags[:2]) if judged else None)
-    return (step._replace(sampled=(sampled >= 0).sum(1, dtype=torch.int32)) if partly else step), wanted
+    if not partly:
+        flags[2] = True
+    step = rows(counts, CPU), torch.tensor(accepted) + 1, flags if judged else None
+    return step, wanted
 
 
 @settings(max_examples=40, deadline=None)
@@ -396,11 +396,12 @@ def test_a_missing_draft_ends_what_a_price_looks_at() -> None:
 
 def test_a_mark_spares_banned_tokens_missing_drafts_and_special_choices() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 0.0], [2.0, 0.0, 1.0], [0.0, 0.0, 5.0], [0.0, 1.0, 2.0]])
-    raised, aligned = Approval(judge(), [2], CPU).mark(
+    raised, aligned, drafted = Approval(judge(), [2], CPU).mark(
         logits, torch.tensor([1, -1, 0, 2]), torch.tensor([True, True, True, False])
     )
     assert raised.tolist() == [False, False, False, False]  # banned, no draft, the row's choice is special
     assert aligned.tolist() == [False, False, False, True]
+    assert drafted.tolist() == [True, False, True, True]
     assert logits.max() < MARK
 
 

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
-from selfjudge.integrations.vllm.plan import DraftRows, Plan
+from selfjudge.integrations.vllm.config import RequestRules
+from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.guards import RequestGuards
+from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan
 from selfjudge.judge.model import Judge
 from selfjudge.ops import argmax_checked, has_triton
 from selfjudge.types import Block
 
-Agree = Callable[[Tensor], Tensor]  # makes all ranks of a tensor-parallel group hold the same mask
 MARK = 1.0e4  # above every logit and far from what float32 cannot hold, at any sensible temperature
 
 
@@ -78,7 +82,7 @@ class Approval:
 
         A greedy check then finds the draft to be the most likely token; a random one finds its probability to be 1.
         Banned tokens (−inf) stay banned. The guard applies to the most likely token of these rows, too.
-        Returns flags [2, n]: which drafts were raised, and which were the most likely token before."""
+        Returns flags [3, n]: which drafts were raised, which were the most likely token before, which are drafts."""
         if self.fused:
             from selfjudge.integrations.vllm.approval_triton import mark
 
@@ -88,7 +92,7 @@ class Approval:
         at = logits.gather(1, drafts[:, None]).squeeze(1)
         raised = approved & drafted & (at > -math.inf) & ~self._special(choice)
         logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
-        return torch.stack([raised, drafted & (choice == drafts)])
+        return torch.stack([raised, drafted & (choice == drafts), drafted])
 
     def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
         """Compile the kernels before the first request, for rows of this width."""
@@ -110,3 +114,41 @@ class Approval:
     def _special(self, tokens: Tensor) -> Tensor:
         """[n] which tokens are special; `torch.isin` would sort, and wait for the device."""
         return (tokens[:, None] == self.special).any(-1)
+
+
+class StepDrafts(NamedTuple):
+    """The n drafts of R requests that are about to be verified, and the m rows that verify them."""
+
+    slots: Tensor  # [R] the slot of each request in `RequestGuards`
+    newest: Tensor  # [R] the token before each request's drafts
+    positions: Tensor  # [R] its position
+    drafts: Tensor  # [n]
+    hidden: Tensor  # [m, H]
+    logits: Tensor  # [m, V]
+    at: Tensor  # [n] the row of states and logits that predicts a draft; the row after it has read the draft
+
+
+@dataclass
+class Verification:
+    """Asks the rules about the drafts of each step, and notes what came of them, wherever a runner keeps them."""
+
+    approval: Approval
+    counts: Counts
+    rules: RequestRules
+    guards: RequestGuards
+    agree: Callable[[Tensor], Tensor]  # makes all ranks of a tensor-parallel group hold the same mask
+    last: LastPlan = field(default_factory=LastPlan)
+
+    def approve(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows, step: StepDrafts) -> Tensor | None:
+        """[n] which drafts the rules of their requests accept; None where all requests are lossless."""
+        if not any(rules):
+            return None
+        plan = self.last.plan(rules, rows)
+        most = max(plan.sizes, default=0)
+        exact = self.guards.find_exact(step.slots, step.newest, step.positions, step.drafts, rows, most)
+        return self.agree(self.approval(step.hidden, step.logits, step.at, step.drafts, plan, exact))
+
+    def finish(self, rows: DraftRows, emitted: Tensor, flags: Tensor | None) -> None:
+        """The step gave so many tokens [R] to its requests; `flags` [3, n] are those of `Approval.mark`."""
+        self.guards.advance(emitted)
+        self.counts.add(rows, emitted, flags)

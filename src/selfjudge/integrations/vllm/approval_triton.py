@@ -128,12 +128,13 @@ def _mark(
     tl.store(at, MARK, mask=raised)
     tl.store(flag_ptr + i, raised)
     tl.store(flag_ptr + tl.num_programs(0) + i, drafted & (choice == token))
+    tl.store(flag_ptr + 2 * tl.num_programs(0) + i, drafted)
 
 
 def mark(logits: Tensor, drafts: Tensor, approved: Tensor, special: Tensor, value: float) -> Tensor:
     """`Approval.mark`."""
     n, specials = len(drafts), len(special)
-    flags = torch.empty((2, n), dtype=torch.bool, device=logits.device)
+    flags = torch.empty((3, n), dtype=torch.bool, device=logits.device)
     _mark[(n,)](
         logits, drafts, approved, special, flags, logits.stride(0), logits.shape[1], specials, MARK=value,
         SPECIALS=triton.next_power_of_2(specials) if specials else 0, BLOCK=ROW_BLOCK, num_warps=ROW_WARPS,

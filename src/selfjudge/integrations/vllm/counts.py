@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cache
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -34,34 +33,22 @@ class CountedStep(NamedTuple):
     """The drafts of a step and what was accepted of them."""
 
     rows: DraftRows
-    sampled: Tensor
-    """[R, γ+1] the tokens of each request, −1 where there is none; or [R] their number. The last one is not a draft."""
-    flags: Tensor | None
-    """[2, n] which drafts were raised, and which were aligned anyway. A third row says which drafts were marked at all:
-    of the others, those that were accepted count as aligned. None: all requests are lossless."""
+    emitted: Tensor
+    """[R] the tokens that each request got; the last one is not a draft."""
+    flags: Tensor
+    """[3, n] which drafts were raised, which were aligned anyway, and which were marked at all: of the others, those
+    that were accepted count as aligned."""
 
 
 def count_steps(steps: Sequence[CountedStep]) -> Tensor:
-    """The counters [4] of steps that all asked a rule, or none did: they are counted as one larger step."""
-    counts, accepted = torch.cat([step.rows.counts for step in steps]), _count_sampled(steps) - 1
-    drafted = counts > 0
-    cycles = drafted.sum()
-    tokens = (accepted * drafted).sum() + cycles
-    flags = [step.flags for step in steps if step.flags is not None]
-    if not flags:
-        return torch.stack([cycles, tokens, tokens, torch.zeros_like(tokens)])
-    rows = DraftRows.of(counts, sum(len(step.rows.owner) for step in steps))
-    emitted = rows.place < accepted[rows.owner]
-    raised, aligned, *marked = torch.cat(flags, 1)
-    if marked:
-        aligned = torch.where(marked[0], aligned, emitted)
-    return torch.stack([cycles, tokens, rows.leading(aligned).sum() + cycles, (emitted & raised & ~aligned).sum()])
-
-
-def _count_sampled(steps: Sequence[CountedStep]) -> Tensor:
-    """[R] how many tokens each request of all steps got; a step's blocks are as wide as its longest."""
-    blocks = [torch.cat(list(group)) for _, group in groupby([step.sampled for step in steps], lambda x: x.shape[1:])]
-    return torch.cat([(block >= 0).sum(1) if block.ndim > 1 else block for block in blocks])
+    """The counters [4] of some steps, which are counted as one larger step."""
+    rows = DraftRows.of(torch.cat([step.rows.counts for step in steps]), sum(len(step.rows.owner) for step in steps))
+    drafted, accepted = rows.counts > 0, torch.cat([step.emitted for step in steps]) - 1
+    accepted_here = rows.place < accepted[rows.owner]
+    raised, aligned, marked = torch.cat([step.flags for step in steps], 1)
+    aligned = torch.where(marked, aligned, accepted_here)
+    cycles, judged = drafted.sum(), (accepted_here & raised & ~aligned).sum()
+    return torch.stack([cycles, (accepted * drafted).sum() + cycles, rows.leading(aligned).sum() + cycles, judged])
 
 
 class Counts:
@@ -79,9 +66,10 @@ class Counts:
         self._arrived: torch.Event | None = None
         self._copied = time.monotonic()
 
-    def add(self, rows: DraftRows, sampled: Tensor, flags: Tensor | None) -> None:
-        """One step, as `CountedStep` says; the tensors are read later and must not be written to again."""
-        self._steps.append(CountedStep(rows, sampled, flags))
+    def add(self, rows: DraftRows, emitted: Tensor, flags: Tensor | None) -> None:
+        """One step, as `CountedStep` says, without flags where all requests are lossless. The tensors are read later
+        and must not be written to again."""
+        self._steps.append(CountedStep(rows, emitted, rows.unmarked if flags is None else flags))
         if len(self._steps) >= STEPS:
             self._fold()
 
@@ -89,9 +77,8 @@ class Counts:
     def _fold(self) -> None:
         """Count the steps that were kept, without waiting for the device."""
         steps, self._steps = self._steps, []
-        for lossless in (True, False):
-            if alike := [step for step in steps if (step.flags is None) is lossless]:
-                self.total += count_steps(alike)
+        if steps:
+            self.total += count_steps(steps)
 
     def read(self) -> dict[str, int]:
         """The totals now; waits for the device."""

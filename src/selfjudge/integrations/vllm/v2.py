@@ -20,11 +20,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.integrations.vllm.approval import Agree, Approval
-from selfjudge.integrations.vllm.config import RequestRules
-from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.guards import RequestGuards
-from selfjudge.integrations.vllm.plan import LastPlan
+from selfjudge.integrations.vllm.approval import StepDrafts, Verification
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
 
@@ -55,27 +51,24 @@ class SecondRunnerSampler(RejectionSampler):
     def __call__(
         self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
     ) -> Any:
-        adapter, mark = self.adapter, self.adapter.mark
+        adapter, verification, mark = self.adapter, self.adapter.verification, self.adapter.mark
         hidden, adapter.hidden = adapter.hidden, None
         if hidden is None:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        sizes = (np.diff(input_batch.cu_num_logits_np) - 1).tolist()
-        rows = adapter.last.rows(sizes, logits.device)
-        slots = input_batch.expanded_idx_mapping[rows.predicting].long()
+        rows = verification.last.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
         ids, positions = (x[input_batch.logits_indices] for x in (input_batch.input_ids, input_batch.positions))
-        drafts, requests = ids[rows.predicting + 1], input_batch.idx_mapping[: input_batch.num_reqs].long()
-        newest = rows.first + torch.arange(len(requests), device=logits.device)
-        exact = mark.guards.find_exact(requests, ids[newest], positions[newest], drafts, rows, max(sizes, default=0))
+        requests, n = input_batch.idx_mapping[: input_batch.num_reqs].long(), rows.predicting
+        step = StepDrafts(requests, ids[rows.newest], positions[rows.newest], ids[n + 1], hidden, logits, n)
         rules = [mark.rules[slot] for slot in input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()]
-        approved = mark.approval(hidden, logits, rows.predicting, drafts, adapter.last.plan(rules, rows), exact)
-        mark.begin(slots, rows.place, adapter.agree(approved))
+        slots, approved = requests[rows.owner], verification.approve(rules, rows, step)
+        if approved is not None:
+            mark.begin(slots, rows.place, approved)
         try:
             output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         finally:
             mark.open = False
-        mark.guards.advance(output.num_sampled)
-        # vLLM makes a new `num_sampled` in every step
-        adapter.counts.add(rows, output.num_sampled, mark.flags[:, slots, rows.place])
+        flags = None if approved is None else mark.flags[:, slots, rows.place]
+        verification.finish(rows, output.num_sampled, flags)  # vLLM makes a new `num_sampled` in every step
         return output
 
 
@@ -87,21 +80,19 @@ class MarkProcessor(LogitsProcessor):
 
     open = False  # whether a verification is under way
 
-    def __init__(
-        self, approval: Approval, requested: RequestRules, slots: int, gamma: int, guards: RequestGuards
-    ) -> None:
-        self.approval, self.requested, self.guards = approval, requested, guards
+    def __init__(self, verification: Verification, slots: int, gamma: int) -> None:
+        self.verification = verification
         self.prompts: deque[Sequence[int] | None] = deque()
         """Prompts of the requests that are about to be added, in their order."""
         self.rules: list[AcceptanceRule | None] = [None] * slots
-        self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=approval.special.device)
+        device = verification.guards.state.device
+        self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=device)
         self.flags = self.approved.new_zeros((3, slots, gamma + 1))
-        """Raised, aligned anyway, marked at all: vLLM skips logits processors where all requests are lossless."""
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        self.rules[req_idx] = self.requested(sampling_params)
-        self.guards.enter(req_idx, self.rules[req_idx], self.prompts.popleft() if self.prompts else None)
-        return self.rules[req_idx] is not None
+        rule = self.rules[req_idx] = self.verification.rules(sampling_params)
+        self.verification.guards.enter(req_idx, rule, self.prompts.popleft() if self.prompts else None)
+        return rule is not None
 
     def apply_staged_writes(self) -> None:
         """Nothing of a request is kept on the device."""
@@ -118,25 +109,22 @@ class MarkProcessor(LogitsProcessor):
             at = ctx.expanded_idx_mapping.long(), ctx.expanded_local_pos.long()
             # row i predicts what row i + 1 has read; the last row of a part is the last of a request
             drafts = torch.cat([ctx.input_ids[1:], ctx.input_ids.new_full((1,), -1)])
-            self.flags[(slice(2), *at)] = self.approval.mark(logits, drafts, self.approved[at])
-            self.flags[2][at] = True
+            self.flags[(slice(3), *at)] = self.verification.approval.mark(logits, drafts, self.approved[at])
         return logits
 
 
 class SecondRunnerAdapter:
     """Connects a runner and its sampler: adds a logits processor and replaces the class of the sampler object."""
 
-    def __init__(
-        self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree, guards: RequestGuards
-    ) -> None:
+    def __init__(self, runner: Any, verification: Verification) -> None:
         has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs")
         has(runner.rejection_sampler, "sampler", "num_speculative_steps")
         has(runner.rejection_sampler.sampler, "logits_processors")
-        self.runner, self.counts, self.agree, self.last = runner, counts, agree, LastPlan()
+        self.runner, self.verification = runner, verification
         self.hidden: Tensor | None = None  # [rows, H] the states of this step; None outside of a step (warm-up)
         sampler = runner.rejection_sampler
         exactly(sampler, RejectionSampler)
-        self.mark = MarkProcessor(approval, rules, runner.max_num_reqs, sampler.num_speculative_steps, guards)
+        self.mark = MarkProcessor(verification, runner.max_num_reqs, sampler.num_speculative_steps)
         sampler.sampler.logits_processors.append(self.mark)
         sampler.__class__ = SecondRunnerSampler  # its attributes stay as this version's constructor made them
         sampler.adapter = self

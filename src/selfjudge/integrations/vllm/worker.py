@@ -16,7 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
-from selfjudge.integrations.vllm.approval import Approval
+from selfjudge.integrations.vllm.approval import Approval, Verification
 from selfjudge.integrations.vllm.counts import Counts
 from selfjudge.integrations.vllm.guards import RequestGuards
 from selfjudge.integrations.vllm.measure import keep_costs
@@ -73,7 +73,7 @@ class JudgeWorker(Base):
         adapter = adapter_of(type(runner.rejection_sampler).__module__)
         slots = self.vllm_config.scheduler_config.max_num_seqs
         guards = RequestGuards(tokenizer, getattr(runner, "max_num_reqs", slots), device)
-        self._adapter = adapter(runner, approval, self._counts, rules, agree, guards)
+        self._adapter = adapter(runner, Verification(approval, self._counts, rules, guards, agree))
         decides = "exact" if rules.default is None else rule_text(rules.default)
         logger.info("Rule %s decides, %d tokens are guarded", decides, len(special))
 
