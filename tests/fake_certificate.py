@@ -70,7 +70,6 @@ def certificate(
         "speeds": [], "target_sha256": "f" * 64, "draft_sha256": "e" * 64, "tokenizer_sha256": "b" * 64, "prompts_sha256": "a" * 64,
         "max_new_tokens": 64, "batch": 8, "engine": "cpu", "dtype": "float32", "draft_dtype": None, "machine": {"cpu": "Some Processor"},
         "versions": {"torch": "2.11.0"}, "commit": None, "date": "2026-11-16", "stopped": False,
-        "flags": {"selfjudge": f"--pair some-pair --rule {RULE} --gamma 3", "vllm": None},
         **more,
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Heads and commands for SGLang: compared with its source, not run."""
+"""`selfjudge export`: heads and commands for SGLang, compared with its source, not run; vLLM's command of a recipe."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from conftest import tiny_head, tiny_model
 from fake_certificate import recipe_folder
 from selfjudge.cli.main import app
+from selfjudge.integrations.vllm.config import WORKER
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
 from selfjudge.models.speculators import read_head, write_head
@@ -75,7 +76,6 @@ def test_sglang_is_told_what_it_has(checkpoints: dict[str, str], deep: tuple[str
     assert "no rule like 'margin': use rule sglang, or exact" in str(
         export("--engine", "sglang", "--rule", "margin:1").exception
     )
-    assert "`rule` and `recipe` go with --engine sglang" in str(export("--rule", "sglang").exception)
     head = read_head(Path(deep[1]), tiny_model(seed=1, num_hidden_layers=4))
     normed = EagleHead(replace(head.config, norm_before_residual=True), head.draft_ids)
     write_head(normed, tmp_path / "normed")
@@ -92,6 +92,14 @@ def test_a_recipe_for_sglang(checkpoints: dict[str, str], tmp_path: Path) -> Non
         )
         message = "decodes plainly" if name == "plain" else "SGLang has no rule like"
         assert message in str(done.exception)
+    done = CliRunner().invoke(app, ["export", "--recipe", str(folder), "--out", str(tmp_path / "out")])
+    words = shlex.split(done.stdout)  # in vLLM it is one
+    assert words[words.index("--worker-cls") + 1] == WORKER
+    assert json.loads(words[words.index("--additional-config") + 1])["selfjudge"]["rule"].startswith("margin:")
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
+        "model": checkpoints["draft"],
+        "num_speculative_tokens": 3,
+    }
     folder = recipe_folder(tmp_path / "exact", pair, rule="exact", certified=False, gamma=3)
     done = CliRunner().invoke(app, ["export", "--engine", "sglang", "--recipe", str(folder), "--out", "out"])
     assert "--speculative-num-steps 3 " in done.stdout

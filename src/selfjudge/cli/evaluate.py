@@ -1,6 +1,5 @@
 """`selfjudge eval`, `selfjudge reproduce`, `selfjudge report` and `selfjudge tune`."""
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +11,10 @@ from selfjudge import evaluate as evaluation, tune as tuning
 from selfjudge.cli.groups import RECIPE_IS_COMPLETE, AnsweringPair, BackendOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, Options, Resume
 from selfjudge.cli.output import Progress, as_options, figure, print_json, print_text, waiting, warn, with_spread
-from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
+from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
-from selfjudge.integrations.vllm.config import WorkerConfig
-from selfjudge.integrations.vllm.serve import command
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.report import certificate as said, page
 from selfjudge.report.records import FEWEST_SCORED
@@ -181,9 +178,7 @@ def tune(
     check_calibration(config, known)
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
     with Progress(resume="go on with --resume") as update:
-        recipe = tuning.tune_pair(
-            pair, out, config, judge=judge, answerer=answerer, vllm_flags=_vllm_flags, notify=update, warn=warn
-        )
+        recipe = tuning.tune_pair(pair, out, config, judge=judge, answerer=answerer, notify=update, warn=warn)
     if as_json:
         print_json({"recipe": recipe.content, "certificate": recipe.certificate})
         return
@@ -218,18 +213,3 @@ def verify(
         typer.echo(f"selfjudge: does not hold: {as_options(str(error))}", err=True)
         raise typer.Exit(1) from None
     typer.echo(said.describe_claim(recipe.certificate))
-
-
-def _vllm_flags(recipe: Any, folder: Path) -> str | None:
-    """The command that starts vLLM with the recipe's rule; None for `exact`, and where vLLM cannot run the rule."""
-    if recipe["rule"] == "exact":
-        return None
-    judge = str(folder / recipe["judge"]) if RuleRequest(recipe["rule"]).needs_judge else None
-    draft = None if recipe["pair"] == recipe["target"] else recipe["draft"]
-    worker = WorkerConfig(RuleRequest(recipe["resolved"], judge))
-    try:
-        words = command(recipe["target"], draft, worker, gamma=recipe["gamma"])
-    except SelfJudgeError:
-        return None
-    flags = shlex.join(["python", *words[1:]])
-    return flags.replace(judge, recipe["judge"]) if judge else flags

@@ -17,6 +17,8 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import make_label
 from selfjudge.integrations import sglang
+from selfjudge.integrations.vllm import serve
+from selfjudge.integrations.vllm.config import EngineGamma, WorkerConfig
 from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
@@ -56,28 +58,27 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder of the exported head.")],
     gamma: Annotated[int, typer.Option(help="Tokens that are drafted at a time.", min=1, max=MAX_GAMMA)] = 5,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="What is to load the head.")] = "vllm",
-    rule: Annotated[str | None, typer.Option(help="In SGLang: exact (the default), or sglang:0.3.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Such as margin:0.5, in SGLang sglang:0.3; else exact.")] = None,
     recipe: RecipeFolder = None,
     as_json: AsJson = False,
     *,
     models: Annotated[PairOptions, Options(without=("device", "dtype", "draft_dtype", "gpu_memory"))],
 ) -> None:
-    """Write an EAGLE-3 head, the one that ships or another, as vLLM or SGLang loads it, and the command that does.
+    """Write an EAGLE-3 head, the one that ships or another, as vLLM or SGLang loads it; print the command that does.
 
     Example: selfjudge export --pair qwen2.5-coder-1.5b --out my-head
 
     Example: selfjudge export --engine sglang --pair qwen2.5-coder-1.5b --rule sglang:0.3 --out for-sglang
     """
     setup = Setup.of(recipe, models, RuleRequest(rule))
-    if engine == "vllm" and (rule or recipe):
-        raise SelfJudgeError("`rule` and `recipe` go with --engine sglang: in vLLM use serve --backend vllm")
     if setup.request.gamma == 0:
-        raise SelfJudgeError(f"{recipe} decodes plainly (γ 0): SGLang needs no draft for it")
+        raise SelfJudgeError(f"{recipe} decodes plainly (γ 0): no draft is needed for it")
     models, gamma = setup.models, setup.recipe.gamma if setup.recipe else gamma
     draft, chosen = draft_for(models.name, models.draft), setup.resolve()
-    head = engine == "vllm" or head_folder(draft) is not None
-    sglang.command(models.name, draft, chosen, gamma, head=head)  # refuses a rule before anything is written
-    if head:
+    if engine == "sglang":
+        sglang.check(chosen)
+    head = head_folder(draft) is not None
+    if head or (engine == "vllm" and chosen.lossless):
         check_export(draft, out)
 
     from selfjudge.models.pair import export_head
@@ -86,18 +87,18 @@ def export(
     if head:
         with Progress() as update:
             export_head(models.name, draft, out, steps=gamma, progress=update)
-    target, note = served_reference(models.name), ""
-    speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": gamma}
-    call = ["vllm", "serve", target, "--speculative-config", json.dumps(speculation)]
-    about: dict[str, Any] = {"target": target, "speculative_config": speculation}
+    target, path, note = served_reference(models.name), str(out) if head else served_reference(draft), ""
     if engine == "sglang":
         if head:
             sglang.convert_head(out)
-        path = str(out) if head else served_reference(draft)
-        call, note = sglang.command(target, path, chosen, gamma, head=head)
-        about = {"target": target, "command": call, "note": note}
+        call, note = sglang.command(target, path, chosen, gamma, head=head), sglang.describe(chosen)
+    elif chosen.lossless:
+        speculation = json.dumps(serve.speculation(models.name, path, EngineGamma(gamma)))
+        call = ["vllm", "serve", target, "--speculative-config", speculation]
+    else:
+        call = serve.command(models.name, path, WorkerConfig(setup.request), gamma=gamma)
     if as_json:
-        print_json(about)
+        print_json({"target": target, "command": call, "note": note})
         return
     typer.echo(shlex.join(call))
     if note:

@@ -12,22 +12,28 @@ from selfjudge.decoding.rules_baselines import TwoThresholds
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_json, whole_tensors, write_json
 
-LOSSLESS = "lossless here and there; sampled answers take other random numbers"
-THRESHOLDS = "SGLang ignores both thresholds for greedy requests, and has no guards: no certificate covers this"
-SPECULATION = "--speculative-"
+
+def check(rule: AcceptanceRule) -> None:
+    """Refuse a rule that SGLang does not have."""
+    if not (rule.lossless or isinstance(rule, TwoThresholds)):
+        raise SelfJudgeError(f"SGLang has no rule like {rule.name!r}: use rule sglang, or exact")
 
 
-def command(target: str, draft: str, rule: AcceptanceRule, gamma: int, *, head: bool) -> tuple[list[str], str]:
-    """The words that start SGLang, with γ drafts in a chain, and how it differs from our loop."""
+def describe(rule: AcceptanceRule) -> str:
+    """How a rule differs there from ours."""
+    if rule.lossless:
+        return "lossless here and there; sampled answers take other random numbers"
+    return "SGLang ignores both thresholds for greedy requests, and has no guards: no certificate covers this"
+
+
+def command(target: str, draft: str, rule: AcceptanceRule, gamma: int, *, head: bool) -> list[str]:
+    """The words that start SGLang with γ drafts in a chain; a draft that is a `head` was exported for it."""
     flags = {"algorithm": "EAGLE3" if head else "STANDALONE", "draft-model-path": draft}
     flags |= {"num-steps": str(gamma), "eagle-topk": "1", "num-draft-tokens": str(gamma + 1)}
     if isinstance(rule, TwoThresholds):
         flags |= {"accept-threshold-single": f"{rule.single:g}", "accept-threshold-acc": f"{rule.acc:g}"}
-    elif not rule.lossless:
-        raise SelfJudgeError(f"SGLang has no rule like {rule.name!r}: use rule sglang, or exact")
-    words = [word for name, value in flags.items() for word in (f"{SPECULATION}{name}", value)]
-    note = LOSSLESS if rule.lossless else THRESHOLDS
-    return ["python", "-m", "sglang.launch_server", "--model-path", target, *words], note
+    words = [word for name, value in flags.items() for word in (f"--speculative-{name}", value)]
+    return ["python", "-m", "sglang.launch_server", "--model-path", target, *words]
 
 
 def convert_head(folder: Path) -> None:

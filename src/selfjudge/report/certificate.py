@@ -109,14 +109,6 @@ def _facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def list_other_commands(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What may be run instead of COMMAND, in the folder of the certificate: when, and the command."""
-    flags = certificate.get("flags") or {"selfjudge": "", "vllm": None}
-    others = [("Inside vLLM", f"{COMMAND} --backend vllm")] if flags["vllm"] else []
-    options = " ".join(flags["selfjudge"].split())
-    return [*others, ("The same by its options, unchecked", f"selfjudge serve {options}")] if options else others
-
-
 def _split_candidates(certificate: Mapping[str, Any]) -> tuple[Table, str]:
     """The rules that were tried with their outcomes, and a line that names the others."""
     best = "against exact at its own best γ, which may be 0"
@@ -181,7 +173,7 @@ def _contents(certificate: Mapping[str, Any]) -> dict[str, Any]:
         "finding": describe_result(certificate),
         "claim": describe_claim(certificate),
         "command": COMMAND,
-        "others": list_other_commands(certificate),
+        "others": [("Inside vLLM", f"{COMMAND} --backend vllm")] if certificate["gamma"] else [],
         "notes": fill_template(ASSETS / "notes.txt", certificate=certificate, points=points).splitlines(),
         "facts": _facts(certificate),
         "loads": _tabulate_loads(certificate),

@@ -13,7 +13,7 @@ import math
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from selfjudge.types import Notify, Warn, ignore
 ATTEMPT = "attempt"  # the part of a folder that says which attempt of the ledger it is
 SAME = ("prompts_sha256", "similar", "max_new_tokens", "batch", "engine", "dtype", "draft_dtype")
 """What a certificate says as the settings of its run do."""
-Flags = Callable[[Mapping[str, Any], Path], str | None]  # a recipe and its folder → the options of `vllm serve`
 
 
 def tune_pair(
@@ -54,7 +53,6 @@ def tune_pair(
     *,
     judge: Judge | str | Path | None = None,
     answerer: Answerer | None = None,
-    vllm_flags: Flags = lambda recipe, folder: None,
     notify: Notify = ignore,
     warn: Warn = ignore,
 ) -> Recipe:
@@ -95,10 +93,10 @@ def tune_pair(
             warn(remark)
         result = Tuning(job, folder, notify, warn).run()
         notify("writing", 1.0)
-        return _write(job, folder, result, vllm_flags)
+        return _write(job, folder, result)
 
 
-def _write(job: TuneJob, folder: RunFolder, result: TuneResult, vllm_flags: Flags) -> Recipe:
+def _write(job: TuneJob, folder: RunFolder, result: TuneResult) -> Recipe:
     """Write judge, certificate and, last, the recipe."""
     out, chosen = folder.path, [outcome.best for outcome in result.outcomes if outcome.best is not None]
     certificate = make_certificate(job, result)
@@ -107,8 +105,6 @@ def _write(job: TuneJob, folder: RunFolder, result: TuneResult, vllm_flags: Flag
     if judged and job.judge is not None:
         job.judge.cpu().save_pretrained(out / JUDGE)
     recipe = make_recipe(certificate, job.pair, JUDGE if judged else None)
-    recipe["flags"]["vllm"] = vllm_flags(recipe, out)
-    certificate["flags"] = recipe["flags"]
     write_text(out / "certificate.md", certificate_markdown(certificate))
     write_text(out / "certificate.html", certificate_page(certificate, examples))
     write_json(out / CERTIFICATE, certificate)

@@ -141,7 +141,7 @@ class Recipe:
 
 def make_recipe(certificate: Mapping[str, Any], pair: Pair, judge: str | None) -> dict[str, Any]:
     """The content of recipe.json but for its hashes, with the folder's name of the judge, if the rule has one."""
-    recipe: dict[str, Any] = {
+    return {
         "format_version": FORMAT,
         "target": pair.target_id,
         "draft": pair.draft_id,
@@ -150,7 +150,6 @@ def make_recipe(certificate: Mapping[str, Any], pair: Pair, judge: str | None) -
         "more_loads": [{name: row[name] for name in ROW} for row in certificate["more_loads"]],
         "judge": judge,
     }
-    return {**recipe, "flags": {"selfjudge": _describe_options(recipe), "vllm": None}}
 
 
 def seal_recipe(recipe: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -160,12 +159,3 @@ def seal_recipe(recipe: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     names += [f"{recipe['judge']}/{file.name}" for file in judge if file.is_file() and file.name[0] != "."]
     sealed = {**recipe, "files": {name: sha256(folder / name) for name in names}}
     return {**sealed, "digest": hash_recipe(sealed)}
-
-
-def _describe_options(recipe: Mapping[str, Any]) -> str:
-    """The options of our commands that do what --recipe does, in the recipe's folder."""
-    own = recipe["pair"] == recipe["target"]
-    models = f"--pair {recipe['pair']}" if own else f"--target {recipe['target']} --draft {recipe['draft']}"
-    judge = f" --judge {recipe['judge']}" if RuleRequest(recipe["resolved"]).needs_judge else ""
-    draft_dtype = f" --draft-dtype {recipe['draft_dtype']}" if recipe["draft_dtype"] else ""
-    return f"{models} --rule {recipe['resolved']} --gamma {recipe['gamma']}{judge}{draft_dtype}"
