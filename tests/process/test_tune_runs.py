@@ -112,7 +112,7 @@ def test_the_fastest_certified_rule_is_taken(undisturbed: Path) -> None:
     assert not (undisturbed / "work").exists()
     page = (undisturbed / "certificate.html").read_text()
     assert recipe.rule in page
-    assert f"--rule {recipe.rule} --gamma 3" in (undisturbed / "certificate.md").read_text()
+    assert "selfjudge serve --recipe . --backend vllm" in (undisturbed / "certificate.md").read_text()
 
 
 def test_a_finished_run_returns_at_once(

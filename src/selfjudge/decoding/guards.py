@@ -42,7 +42,30 @@ EXACT_STATES = (
 )  # fmt: skip
 _CLASSES = ("\n", " \t\r", "`", "~", "|", "<", "{", "[", "\"'", "-:", "}],0123456789")  # kinds; the last is all others
 _NEWLINE, _SPACE, _TICK, _TILDE, _BAR, _ANGLE, _BRACE, _SQUARE, _QUOTE, _DASH, _DATA, _OTHER = range(12)
-_JSON_BEGINS = (_BRACE, _SQUARE, _QUOTE, _DASH, _DATA)
+_JSON_BEGINS = dict.fromkeys((_BRACE, _SQUARE, _QUOTE, _DASH, _DATA), JSON)
+_IN_TEXT = {_NEWLINE: LINE, _TICK: TICK, _BRACE: OPENED, _SQUARE: OPENED}
+_IN_LINE = {_TICK: TICK, _BAR: REST, _ANGLE: REST, _BRACE: JSON, _SQUARE: BRACKET, _DASH: DASHES}
+_STEPS = {
+    LINE: (TEXT, {**_IN_LINE, _NEWLINE: LINE, _SPACE: LINE}),
+    TEXT: (TEXT, _IN_TEXT),
+    REST: (REST, {_NEWLINE: LINE}),
+    BRACKET: (TEXT, {**_JSON_BEGINS, _NEWLINE: JSON_LINE, _SPACE: BRACKET, _TICK: TICK}),
+    OPENED: (TEXT, {**_IN_TEXT, _NEWLINE: OPENED, _SPACE: OPENED, _QUOTE: JSON}),
+    JSON: (JSON, {_NEWLINE: JSON_LINE}),
+    JSON_LINE: (TEXT, {**_IN_LINE, **_JSON_BEGINS, _NEWLINE: LINE, _SPACE: JSON_LINE}),
+    DASHES: (TEXT, {**_IN_TEXT, _SPACE: DASHES, _DASH: DASHES, _BAR: TABLE}),
+    TABLE: (TABLE, {_NEWLINE: TABLE_LINE}),
+    TABLE_LINE: (TABLE, {_NEWLINE: LINE}),
+    ALWAYS: (ALWAYS, {}),
+    TICK: (TEXT, {**_IN_TEXT, _TICK: TICKS}),
+    TICKS: (TEXT, {**_IN_TEXT, _TICK: CODE}),
+    CODE_LINE: (CODE, {_NEWLINE: CODE_LINE, _SPACE: CODE_LINE, _TICK: CODE_TICK}),
+    CODE: (CODE, {_NEWLINE: CODE_LINE}),
+    CODE_TICK: (CODE, {_NEWLINE: CODE_LINE, _TICK: CODE_TICKS}),
+    CODE_TICKS: (CODE, {_NEWLINE: CODE_LINE, _TICK: CLOSE}),
+    CLOSE: (CODE, {_NEWLINE: LINE, _SPACE: CLOSE, _TICK: CLOSE}),
+}
+"""For each state the one after most characters, and after some kinds."""
 _PIECES = str.maketrans("ĠĊĉč▁", " \n\t\r ")  # how byte-level and sentencepiece vocabularies write white space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _WORDS = re.compile(f"[^{re.escape(''.join(_CLASSES))}]+")
@@ -73,40 +96,8 @@ def _step(state: int, kind: int) -> int:
     if state > CLOSE or (kind == _TILDE and state in (LINE, JSON_LINE)):  # a fence of tildes is one of backticks
         after = _step(state - TILDES if state > CLOSE else LINE, {_TICK: _OTHER, _TILDE: _TICK}.get(kind, kind))
         return after + TILDES if after >= TICK else after
-    if state == ALWAYS:
-        return ALWAYS
-    if state >= CODE_LINE:
-        return _step_in_code(state, kind)
-    if kind == _NEWLINE:
-        return {JSON: JSON_LINE, BRACKET: JSON_LINE, TABLE: TABLE_LINE, OPENED: OPENED}.get(state, LINE)
-    if state in (REST, JSON):
-        return state
-    if state in (TABLE, TABLE_LINE):
-        return TABLE
-    if kind == _TICK:
-        return {TICK: TICKS, TICKS: CODE}.get(state, TICK)
-    if kind == _SPACE and state in (LINE, JSON_LINE, BRACKET, OPENED, DASHES):
-        return state
-    if state == JSON_LINE and kind in _JSON_BEGINS:
-        return JSON
-    if state in (LINE, JSON_LINE):
-        return {_BAR: REST, _ANGLE: REST, _BRACE: JSON, _SQUARE: BRACKET, _DASH: DASHES}.get(kind, TEXT)
-    if state == BRACKET:
-        return JSON if kind in _JSON_BEGINS else TEXT
-    if state == DASHES:
-        return {_DASH: DASHES, _BAR: TABLE}.get(kind, TEXT)
-    if kind in (_BRACE, _SQUARE):
-        return OPENED
-    return JSON if state == OPENED and kind == _QUOTE else TEXT
-
-
-def _step_in_code(state: int, kind: int) -> int:
-    """The same inside a fence."""
-    if kind == _NEWLINE:
-        return LINE if state == CLOSE else CODE_LINE
-    if kind == _TICK and state != CODE:
-        return {CODE_LINE: CODE_TICK, CODE_TICK: CODE_TICKS}.get(state, CLOSE)
-    return state if kind == _SPACE and state in (CODE_LINE, CLOSE) else CODE
+    otherwise, steps = _STEPS[state]
+    return steps.get(kind, otherwise)
 
 
 class StructureTable:
