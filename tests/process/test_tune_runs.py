@@ -282,7 +282,7 @@ def test_speeds_of_a_busy_machine_are_measured_again_later(
     busy = "this machine is busy: speeds are not reliable (a test)"
     monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): busy)
     cheap_drafts(monkeypatch)
-    timing = replace(config, times=True, gamma=None, epsilon=0.35)
+    timing = replace(config, times=True, gamma=None, epsilon=0.35, max_new_tokens=24)
     first = tune_pair(tiny_pair, tmp_path / "t", timing)
     found = first.certificate
     assert (found["unreliable"], found["speed_measure"]) == (busy, "expected_tokens_per_second")
