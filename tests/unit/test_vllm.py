@@ -75,7 +75,6 @@ def said(rule: AcceptanceRule | None) -> Any:
         ({"theta": "F"}, ("judged", 0.6, 0)),
         ({"theta": 0.1}, ("judged", 0.1, 0)),
         ({"quality": 0.9}, ("judged", 0.4, 0)),
-        ({"guard": False}, ("judged", 0.7, 0)),
         ({"price": 0.1}, ("judged", 0.1, 0)),
         ({"rule": "margin", "price": 0.1}, ("margin", 0.1)),
         ({"rule": "margin:0.5"}, ("margin", 0.5)),
@@ -88,7 +87,7 @@ def test_settings_choose_the_rule_of_requests_that_name_none(given_: dict[str, A
     default = rules(given_).default
     assert said(default) == rule
     if default is not None:
-        assert default.guarded() == ((2,) if given_.get("guard", True) else ())  # relaxed rules, too
+        assert default.guarded() == (2,)  # relaxed rules, too
 
 
 def test_a_rule_without_a_judge_needs_none() -> None:
@@ -96,7 +95,7 @@ def test_a_rule_without_a_judge_needs_none() -> None:
     assert said(RequestRules(settings_, None, (), 4).default) == ("margin", 0.2)
 
 
-@pytest.mark.parametrize("additional", [None, {}, {"selfjudge": {}}, {"selfjudge": {"guard": False}}])
+@pytest.mark.parametrize("additional", [None, {}, {"selfjudge": {}}, {"selfjudge": {"price": None}}])
 def test_nothing_said_is_exact_and_a_request_may_still_ask_the_judge(additional: Any) -> None:
     lossless = RequestRules(WorkerConfig.read(additional), judge(), (2,), 4)
     assert lossless.default is None
@@ -118,7 +117,7 @@ def test_a_judge_that_ships_does_not_make_the_rule(no_pull: None) -> None:
         ({"selfjudge": {"quality": 0.9}}, "does not know its judge"),
         ({"selfjudge": {"judge": 3}}, "does not know its judge"),
         ({"selfjudge": {"judge": "j", "thetta": 1}}, "unknown setting 'thetta'"),
-        ({"selfjudge": {"judge": "j", "guard": "no"}}, "`guard` must be true or false, not 'no'"),
+        ({"selfjudge": {"judge": "j", "guard": False}}, "unknown setting 'guard' of the rule in vLLM"),
         ({"selfjudge": {"judge": "j", "theta": 0.1, "quality": 0.9}}, "`quality` chooses θ: leave out one of"),
         ({"selfjudge": {"judge": "j", "theta": 2}}, r"`theta` must lie in \[0, 1\], not 2"),
         ({"selfjudge": {"judge": "j", "theta": "X"}}, "has no threshold 'X'"),
@@ -131,7 +130,7 @@ def test_a_judge_that_ships_does_not_make_the_rule(no_pull: None) -> None:
         ({"selfjudge": {"rule": "nope"}}, "unknown rule 'nope'"),
         ({"selfjudge": {"rule": "topk", "price": 0.1}}, "rule 'topk' has no price"),
         ({"selfjudge": {"rule": "topk", "theta": 0.1}}, "rule 'topk' does not use a judge"),
-        ({"selfjudge": {"rule": "topk:guard=off"}}, "is a setting of the engine"),
+        ({"selfjudge": {"rule": "topk:guard=off"}}, "special tokens are left to the target"),
         ({"selfjudge": {"judge": "j", "rule": "judge_only"}}, "rejects aligned drafts"),
         ({"selfjudge": {"rule": "fly"}}, "fly with window 6 needs `gamma` > 6, not 4"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +30,7 @@ def test_a_good_configuration_is_taken(real: Any, tiny: Path) -> None:
     rule = config.RequestRules(settings, judge, (), TINY_GAMMA).default
     assert rule is not None
     assert getattr(rule, "theta", None) == 0.5
-    assert config.guarded_ids(settings, real.model_config, _tokenizer(real)) == (0, 1, 2, 3)
-    assert config.guarded_ids(dataclasses.replace(settings, guard=False), real.model_config, None) == ()
+    assert config.guarded_ids(real.model_config, _tokenizer(real)) == (0, 1, 2, 3)
 
 
 def test_this_vllm_takes_a_gamma_for_each_batch(tiny: Path) -> None:

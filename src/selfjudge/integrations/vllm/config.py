@@ -16,8 +16,9 @@ from selfjudge.decoding.rules import AcceptanceRule, Judged, JudgeOnly
 from selfjudge.decoding.rules_baselines import Divergence, RegretBudget
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.models.pull import weights_sha256
 from selfjudge.models.tokens import end_ids, special_ids
-from selfjudge.store import fingerprint, parse_json, read_json, weight_files
+from selfjudge.store import parse_json, read_json
 from selfjudge.store.artefacts import PullManifest
 
 if TYPE_CHECKING:
@@ -43,33 +44,30 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The object under "selfjudge" of vLLM's `--additional-config`: fields of a `RuleRequest`, and `guard`."""
+    """The object under "selfjudge" of vLLM's `--additional-config`: fields of a `RuleRequest`, and `costs`."""
 
     own: RuleRequest = OPEN_REQUEST  # the judge, and the rule of requests that name none
-    guard: bool = True  # leave special tokens to the target, whatever the rule
     costs: str = ""  # the shape of the table of costs that the worker measures, unless there is one; empty: none
 
     @classmethod
     def read(cls, additional: Any) -> WorkerConfig:
         raw = additional.get(KEY) if isinstance(additional, Mapping) else None
         raw = dict(raw) if isinstance(raw, Mapping) else {}
-        known = ("judge", *REQUEST_FIELDS, "guard", "costs")
+        known = ("judge", *REQUEST_FIELDS, "costs")
         if unknown := sorted(set(raw) - set(known)):
             raise SelfJudgeError(f"unknown setting {unknown[0]!r} of the rule in vLLM; there are: {', '.join(known)}")
-        guard, judge, costs = raw.pop("guard", True), raw.pop("judge", None) or None, str(raw.pop("costs", ""))
-        if not isinstance(guard, bool):
-            raise SelfJudgeError(f"`guard` must be true or false, not {guard!r}")
+        judge, costs = raw.pop("judge", None) or None, str(raw.pop("costs", ""))
         own = RuleRequest(judge=judge, **raw)
         if not isinstance(judge, (str, type(None))) or (judge is None and own.needs_judge):
             raise SelfJudgeError(
                 'JudgeWorker does not know its judge: give --additional-config \'{"selfjudge": {"judge": FOLDER}}\''
             )
-        return cls(own, guard, costs)
+        return cls(own, costs)
 
     def as_json(self) -> dict[str, Any]:
         """What `read` reads."""
         values = {name: getattr(self.own, name) for name in ("judge", *REQUEST_FIELDS)}
-        values |= {"guard": None if self.guard else False, "costs": self.costs or None}
+        values["costs"] = self.costs or None
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -145,9 +143,8 @@ class RequestRules:
         return self._resolve(asked.inherit(self.own))
 
     def _resolve(self, request: RuleRequest) -> AcceptanceRule | None:
-        guard = self.settings.guard
-        if request.options.get("guard", guard) != guard:
-            raise SelfJudgeError("the guard of special tokens is a setting of the engine: leave it out of the rule")
+        if not request.options.get("guard", True):
+            raise SelfJudgeError("in vLLM special tokens are left to the target: leave `guard` out of the rule")
         if request.kind is JudgeOnly:
             raise SelfJudgeError("rule 'judge_only' rejects aligned drafts, which vLLM accepts: use rule judged")
         if request.kind in (Divergence, RegretBudget):
@@ -155,7 +152,7 @@ class RequestRules:
             raise SelfJudgeError(f"rule {request.kind.name!r} needs {lacks}, which it does not have in vLLM")
         if request.kind.lossless:
             return None
-        guarded = replace(request, rule=with_options(request.text, guard=guard), gamma=self.gamma)
+        guarded = replace(request, rule=with_options(request.text, guard=True), gamma=self.gamma)
         return guarded.resolve(self.special, self.judge, bare=False)
 
 
@@ -210,14 +207,10 @@ def target_sha256(model: str, wanted: str = "") -> str:
             pulled = str(read_json(manifest, PullManifest)["sha256"])
             if wanted in ("", pulled):
                 return pulled
-    if path.is_file():
-        return fingerprint([path])
-    return fingerprint(weight_files(path if path.is_dir() else model))
+    return weights_sha256(model)
 
 
-def guarded_ids(settings: WorkerConfig, model: Any, tokenizer: Any) -> tuple[int, ...]:
+def guarded_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that are left to the target: the special tokens, as `Pair` has them."""
-    if not settings.guard:
-        return ()
     generation = SimpleNamespace(**model.try_get_generation_config())
     return special_ids(tokenizer, end_ids(generation, model.hf_text_config, tokenizer))

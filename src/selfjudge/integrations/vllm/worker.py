@@ -55,7 +55,7 @@ class JudgeWorker(Base):
             return  # the last stage of the pipeline decides
         device = torch.device(runner.device)
         tokenizer = cached_tokenizer_from_config(self.model_config)
-        special = config.guarded_ids(self._settings, self.model_config, tokenizer)
+        special = config.guarded_ids(self.model_config, tokenizer)
         gamma = self.speculative_config.num_speculative_tokens
         rules = config.RequestRules(self._settings, self._judge, special, gamma, logger.warning)
         group = get_tp_group()
