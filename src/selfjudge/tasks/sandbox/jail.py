@@ -60,14 +60,14 @@ def main() -> NoReturn:
         os._exit(1)
 
     signal.signal(signal.SIGTERM, stop)
-    die_with_parent(signal.SIGKILL if job["isolated"] else signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL if job["isolated"] else signal.SIGTERM)
     if os.getppid() != parent:
         stop()
     try:
         group = os.open(f"{job['group']}/cgroup.procs", os.O_WRONLY) if job["group"] else None
         if job["isolated"]:
             user = unshare()
-            die_with_parent(signal.SIGKILL)  # forgotten when rights change
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when rights change
             child = os.fork()
             if child:
                 os.waitpid(child, 0)  # ends after all that it started
@@ -101,10 +101,6 @@ def kill(process: int) -> None:
         os.kill(process, signal.SIGKILL)
     except ProcessLookupError:
         pass
-
-
-def die_with_parent(number: int) -> None:
-    prctl(PR_SET_PDEATHSIG, number)
 
 
 def wait_for(child: int) -> str:
@@ -177,7 +173,7 @@ def drop(user: int | None) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    die_with_parent(signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_DUMPABLE, 0)  # the program may not look into init
 
 
@@ -188,7 +184,7 @@ def start(job: Job, folder: str, group: int | None) -> int:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()  # a signal to its process group must not reach this file's processes
-        die_with_parent(signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if group is not None:
             os.write(group, b"0")  # this process, and all that it starts
         os.chdir(folder)

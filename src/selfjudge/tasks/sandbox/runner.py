@@ -68,8 +68,13 @@ def find_isolation_problem() -> str:
     """Why programs cannot be isolated on this machine; empty if they can."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no namespaces"
+    return _probe(isolated=True)
+
+
+def _probe(**how: Any) -> str:
+    """Why programs do not run like this (see `_run`); empty if they do."""
     try:
-        tried = _run(["-c", "print(7)"], {}, "", Limits(), isolated=True)
+        tried = _run({"main.py": "print(7)"}, "", Limits(), **how)
     except SelfJudgeError as error:
         return str(error)
     return "" if tried.stdout == "7\n" else f"Python does not start in it: {' '.join(tried.stderr.split())}"
@@ -93,13 +98,11 @@ def _group_folder() -> tuple[Path | None, str]:
     for folder in folders:
         try:
             with _memory_group(folder, Limits()) as group:
-                tried = _run(["-c", "print(7)"], {}, "", Limits(), isolated=not find_isolation_problem(), group=group)
+                why = _probe(isolated=not find_isolation_problem(), group=group)
         except (OSError, SelfJudgeError) as error:
             why = str(error)
-        else:
-            if tried.stdout == "7\n":
-                return folder, ""
-            why = " ".join(tried.stderr.split()) or why
+        if not why:
+            return folder, ""
     return None, why
 
 
@@ -156,40 +159,27 @@ def run(
         if (folder := _group_folder()[0]) is not None:
             with suppress(OSError):  # it was there, and is gone or full: each process keeps its own limits
                 group = stack.enter_context(_memory_group(folder, limits))
-        return _run(["main.py"], files, stdin, limits, isolated=isolated, group=group)
+        return _run(files, stdin, limits, isolated=isolated, group=group)
 
 
 def _run(
-    arguments: Sequence[str],
-    files: Mapping[str, str],
-    stdin: str,
-    limits: Limits,
-    *,
-    isolated: bool,
-    group: str | None = None,
+    files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool, group: str | None = None
 ) -> ProgramResult:
-    job = {**_describe_job(arguments, files, limits, isolated), "folder": None, "group": group}
-    with ExitStack() as stack:
-        if not isolated:
-            folder = tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True)
-            job["folder"] = stack.enter_context(folder)
-        return _watch(job, stdin.encode("utf-8", "replace"), limits)
-
-
-def _describe_job(arguments: Sequence[str], files: Mapping[str, str], limits: Limits, isolated: bool) -> dict[str, Any]:
-    """The job that the jail reads: program, files, environment and limits."""
+    """Run `main.py` of the files, with what it prints; the jail reads how from a job."""
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     prefixes = dict.fromkeys(os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix, Path(python).parent))
     processes = limits.processes + (2 if isolated else _count_processes())  # with the jail's own
-    return {
+    job = {
         "isolated": isolated,
+        "folder": None,
+        "group": group,
         "python_folders": list(prefixes),
         "files": dict(files),
         "disk": limits.disk,
         "refused": SYSTEM_CALLS.get(os.uname().machine),
         # -s -P and no variables but these are what -I means. -I itself would ignore the seed of hashes: a program that
         # prints a set would be right one day and wrong the next. -S: no package but the standard library's.
-        "command": [python, "-s", "-S", "-P", *arguments],
+        "command": [python, "-s", "-S", "-P", "main.py"],
         "environment": {
             "PATH": "/usr/bin:/bin",
             "HOME": "/tmp",  # noqa: S108
@@ -206,6 +196,11 @@ def _describe_job(arguments: Sequence[str], files: Mapping[str, str], limits: Li
             "RLIMIT_CORE": (0, 0),
         },
     }
+    with ExitStack() as stack:
+        if not isolated:  # else its folder is in memory
+            on_disk = tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True)
+            job["folder"] = stack.enter_context(on_disk)
+        return _watch(job, stdin.encode("utf-8", "replace"), limits)
 
 
 def _watch(job: Mapping[str, Any], stdin: bytes, limits: Limits) -> ProgramResult:
