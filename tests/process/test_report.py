@@ -321,14 +321,6 @@ def test_a_second_report_takes_away_its_own_old_figures_alone(tmp_path: Path, sm
     assert (tmp_path / "report" / "mine.txt").read_text() == "kept"
 
 
-def test_a_report_may_name_old_figures_that_are_not_its_own(tmp_path: Path, small: Path) -> None:
-    """A report.json that lists files elsewhere deletes nothing there."""
-    (tmp_path / "precious.png").write_text("kept")
-    write_json(tmp_path / "report" / "report.json", {"figures": ["../precious.png", "/etc/hostname"]})
-    report([small], tmp_path / "report.html")
-    assert (tmp_path / "precious.png").read_text() == "kept"
-
-
 # wrong input
 
 
@@ -418,7 +410,7 @@ def test_the_page_must_have_a_place_of_its_own(small: Path, tmp_path: Path) -> N
     with pytest.raises(SelfJudgeError, match="is where the figures go and holds other files"):
         report([small], small.with_suffix(".html"))  # its figures would land among the results
     (tmp_path / "file").write_text("")
-    with pytest.raises(SelfJudgeError, match=r"cannot use .* as a folder"):
+    with pytest.raises(SelfJudgeError, match=r"cannot write .*file\.html: .*File exists"):
         report([small], tmp_path / "file.html")
     with pytest.raises(SelfJudgeError, match="cannot write"):
         report([small], tmp_path / "file" / "report.html")

@@ -20,21 +20,21 @@ from selfjudge.report.draw import PALETTE, draw
 from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
 from selfjudge.report.tables import make_tables, number_ids
 from selfjudge.report.verdict import make_verdict
-from selfjudge.store import check_page, hash_source, read_asset, read_json, write_json, write_text
-from selfjudge.store.artefacts import AnswerExample, ReportRecord
+from selfjudge.store import check_page, hash_source, read_asset, write_text
+from selfjudge.store.artefacts import AnswerExample
 
 Content = dict[str, Any]
-RECORD = "report.json"
-"""File beside the figures: rows of the tables and names of the figures, so that the next report knows its own files."""
+TABLES = "tables.md"  # a folder that holds it is one of a report
 
 
 def report(folders: Sequence[Path], out: Path) -> Content:
-    """Write the page `out`, and beside it, in a folder of the same name, PNG figures, tables.md and report.json.
+    """Write the page `out`, and beside it, in a folder of the same name, PNG figures and tables.md.
 
     Returns the rows of the tables, the names of the figures, the number of runs and what was left out."""
     check_page(out)
     beside = out.with_suffix("")
-    earlier = _earlier_figures(beside)
+    if beside.is_dir() and any(beside.iterdir()) and not (beside / TABLES).is_file():
+        raise SelfJudgeError(f"{beside} is where the figures go and holds other files: name another page with `out`")
     results = read_results(folders)
     tables, verdict = make_tables(results), make_verdict(results.runs)
     trade_offs = make_trade_offs(results.runs)
@@ -61,28 +61,15 @@ def report(folders: Sequence[Path], out: Path) -> Content:
     }
     try:
         beside.mkdir(parents=True, exist_ok=True)
+        for old in (*beside.glob("verdict*.png"), *beside.glob("trade-off*.png")):
+            old.unlink()
         for name, drawing in drawings.items():
             (beside / f"{name}.png").write_bytes(drawing.png)
-        for name in earlier - set(summary["figures"]):
-            (beside / name).unlink(missing_ok=True)
-        write_text(beside / "tables.md", "\n".join(table.markdown() for table in every))
-        write_json(beside / RECORD, summary)
+        write_text(beside / TABLES, "\n".join(table.markdown() for table in every))
         write_text(out, text)
     except OSError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}") from None
     return summary
-
-
-def _earlier_figures(folder: Path) -> set[str]:
-    """The figures that an earlier report left in its folder; a folder with other files is an error."""
-    if folder.is_file():
-        raise SelfJudgeError(f"cannot use {folder} as a folder: it is a file; name another page with `out`")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return set()
-    if not (folder / RECORD).is_file():
-        raise SelfJudgeError(f"{folder} is where the figures go and holds other files: name another page with `out`")
-    names = read_json(folder / RECORD, ReportRecord).get("figures", [])
-    return {name for name in names if name.endswith(".png") and Path(name).name == name}
 
 
 def render(template: str, **values: Any) -> str:
