@@ -16,7 +16,7 @@ import selfjudge
 from selfjudge import tune as tuning
 from selfjudge.bench.config import DecodeBenchConfig, DemoConfig
 from selfjudge.cli.groups import SMALL, AnsweringPair, PairOptions, RecipeFolder, Setup, describe_size
-from selfjudge.cli.options import AsJson, Options
+from selfjudge.cli.options import AsJson, Options, Result
 from selfjudge.cli.output import Progress, figure, fill_text, print_json, print_rows, print_text, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.models.catalogue import EMBEDDED
@@ -38,12 +38,11 @@ def bench(
     prompts: Annotated[Path | None, typer.Option(help="Prompts file (jsonl); built-in ones if not given.")] = None,
     limit: Annotated[int, typer.Option(help="Maximum number of prompts.", min=1)] = 8,
     recipe: RecipeFolder = None,
-    as_json: AsJson = False,
     *,
     models: PairOptions,
     request: Annotated[RuleRequest, Options(without=("rule", "gamma"))],
     config: DecodeBenchConfig,
-) -> None:
+) -> Result:
     """Time transformers (plain, assisted) and our loop (γ = 0, exact, judged) on the same prompts, in one run.
 
     Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
@@ -67,9 +66,7 @@ def bench(
     rules = {name: setup.request.resolve(pair)} if wanted else {}
     with Progress() as progress:
         result = bench_decode(pair, questions[:limit], config, rules, full=full, notify=progress)
-    if as_json:
-        print_json(result)
-        return
+    yield result
     words = {"where": describe_machine(result), "glossary": GLOSSARY, "phases": PHASES, "figure": figure}
     print_text("bench", **result, **words)
 

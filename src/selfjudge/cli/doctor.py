@@ -14,8 +14,8 @@ import typer
 from packaging.requirements import Requirement
 
 from selfjudge.cli.groups import DeviceOptions
-from selfjudge.cli.options import AsJson
-from selfjudge.cli.output import Progress, print_json, print_rows, print_text
+from selfjudge.cli.options import Result
+from selfjudge.cli.output import Progress, print_rows, print_text
 from selfjudge.decoding.costs import kept_tables
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, shipped_draft
@@ -41,10 +41,9 @@ class Check:
 def doctor(
     model: Annotated[str | None, typer.Option(help="A model: what it needs of memory, before it is loaded.")] = None,
     draft: Annotated[str | None, typer.Option(help="The draft of --model; the one that ships if not given.")] = None,
-    as_json: AsJson = False,
     *,
     hardware: DeviceOptions,
-) -> None:
+) -> Result:
     """What this machine can do (engines, compiler, CUDA, vLLM, models, disk), and how to install what is missing.
 
     Example: selfjudge doctor
@@ -55,13 +54,12 @@ def doctor(
         with Progress() as progress:
             progress("reading the config …")
             plan = plan_memory(model, draft, hardware)
-        print_json(plan) if as_json else print_text("memory", **plan)
+        yield plan
+        print_text("memory", **plan)
         return
     with Progress() as progress:
         checks = [replace(check, mend="") if check.ok else check for check in examine(progress)]
-    if as_json:
-        print_json({**measured_on(), "checks": [asdict(check) for check in checks]})
-        return
+    yield {**measured_on(), "checks": [asdict(check) for check in checks]}
     print_rows([{"": "✓" if c.ok else "–", "what": c.name, "found": c.found, "to have it": c.mend} for c in checks])
     ready = all(check.ok for check in checks if check.name in ("packages", "torch", "cache"))
     typer.echo("ready: selfjudge demo --quick" if ready else "not ready: packages, torch and the cache come first")

@@ -9,8 +9,8 @@ import typer
 import selfjudge
 from selfjudge import evaluate as evaluation, tune as tuning
 from selfjudge.cli.groups import RECIPE_IS_COMPLETE, AnsweringPair, BackendOptions, PairOptions, RecipeFolder, Setup
-from selfjudge.cli.options import AsJson, Options, Resume
-from selfjudge.cli.output import Progress, as_options, figure, print_json, print_text, waiting, warn, with_spread
+from selfjudge.cli.options import Options, Result, Resume
+from selfjudge.cli.output import Progress, as_options, figure, print_text, waiting, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
@@ -32,12 +32,11 @@ def evaluate(
     judge: Annotated[list[str] | None, typer.Option(metavar="[NAME=]FOLDER", help="A judge, with its name.")] = None,
     recipe: RecipeFolder = None,
     resume: Resume = False,
-    as_json: AsJson = False,
     *,
     config: Annotated[EvalConfig, Options(without=("rules",), commas=("tasks",))],
     where: BackendOptions,
     models: Annotated[PairOptions, Options(without=("draft_dtype",))],
-) -> None:
+) -> Result:
     """What rules gain and cost on tasks, compared with exact example by example.
 
     Example: selfjudge eval --pair qwen2.5-coder-1.5b --tasks arithmetic --limit 20 --rules "exact judged:q0.9"
@@ -73,9 +72,7 @@ def evaluate(
         summaries = evaluation.evaluate_rules(
             pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn
         )
-    if as_json:
-        print_json(summaries)
-        return
+    yield summaries
     print_text("eval", summaries=summaries, fewest=FEWEST_SCORED, figure=figure, with_spread=with_spread)
     typer.echo(explain("m", "γ", "judged"), err=True)
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
@@ -84,11 +81,10 @@ def evaluate(
 def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of all stages; what is done in it stays done.")],
     pair: Annotated[str | None, typer.Option(help=f"Embedded pair, or the paper's {', '.join(PAPER_PAIRS)}.")] = None,
-    as_json: AsJson = False,
     *,
     config: Annotated[ReproduceConfig, Options(commas=("tasks",))],
     models: Annotated[PairOptions, Options(without=("pair", "draft_dtype"))],
-) -> None:
+) -> Result:
     """Label by three methods, train, evaluate every rule, report: the paper's tables and figures for a pair.
 
     Example: selfjudge reproduce --preset full --pair qwen2.5-coder-1.5b --data DIR --out reproduced
@@ -105,14 +101,14 @@ def reproduce(
     loaded = models.load(full_precision=True)
     with Progress() as update:
         result = evaluation.reproduce_paper(loaded, out, config, notify=update, warn=warn)
-    print_json(result) if as_json else typer.echo(f"everything is in {out}; open {out / 'report.html'}")
+    yield result
+    typer.echo(f"everything is in {out}; open {out / 'report.html'}")
 
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that eval or reproduce wrote.")],
     out: Annotated[Path, typer.Option(help="The page; figures go into a folder of its name.")] = Path("report.html"),
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """One self-contained page: a verdict, tables, trade-offs, a token viewer; figures and Markdown beside it.
 
     Example: selfjudge report eval --out report.html
@@ -121,9 +117,7 @@ def report(
         result = page.report(folders, out)
     for folder in result["left_out"]:
         warn(f"left out {folder['folder']}: {folder['why']}")
-    if as_json:
-        print_json(result["tables"])
-        return
+    yield result["tables"]
     figures = f"{len(result['figures'])} figures and tables.md in {out.with_suffix('')}"
     typer.echo(f"{out}: {result['runs']} runs, {len(result['tables'])} tables; {figures}")
 
@@ -158,12 +152,11 @@ def tune(
     out: Annotated[Path, typer.Option(help="Folder of the recipe and its certificate.")],
     judge: Annotated[str | None, typer.Option(help="Judge folder, hub id or embedded name; else the shipped.")] = None,
     resume: Resume = False,
-    as_json: AsJson = False,
     *,
     config: Annotated[TuneConfig, Options(commas=("tasks", "families"))],
     where: BackendOptions,
     models: AnsweringPair,
-) -> None:
+) -> Result:
     """Find the fastest rule whose loss is certified on your own prompts; or say that exact is it.
 
     Example: selfjudge tune --tasks arithmetic --limit 200 --epsilon 0.1 --out tuned
@@ -179,9 +172,7 @@ def tune(
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
     with Progress(resume="go on with --resume") as update:
         recipe = tuning.tune_pair(pair, out, config, judge=judge, answerer=answerer, notify=update, warn=warn)
-    if as_json:
-        print_json({"recipe": recipe.content, "certificate": recipe.certificate})
-        return
+    yield {"recipe": recipe.content, "certificate": recipe.certificate}
     found = recipe.certificate
     if doubtful := said.describe_doubt(found):
         warn(doubtful)

@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., object]] = {
     "pull": models.pull,
     "generate": decode.generate,
     "distill": train.distill,
@@ -48,7 +48,7 @@ for name, command in COMMANDS.items():
     app.command(name)(with_options(command))
 
 labels_app = typer.Typer(no_args_is_help=True, help="Label folders.")
-labels_app.command("info")(train.info)
+labels_app.command("info")(with_options(train.info))
 app.add_typer(labels_app, name="labels")
 
 certificate_app = typer.Typer(no_args_is_help=True, help="Certificates of `selfjudge tune`.")

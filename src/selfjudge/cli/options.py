@@ -1,22 +1,25 @@
 """Options of the command line: each is written once, as a field of a config that declares default, meaning and range.
 
 A command takes whole groups of options: a parameter `config: LabelConfig` gives it the options of that config, and the
-command gets the built and checked config.
+command gets the built and checked config. One that yields its result has the option --json, which prints it and ends
+the command there; without it the command goes on, and prints the result for people.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
+from selfjudge.cli.output import print_json
 from selfjudge.types import check_settings
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of the benchmarks' files; SELFJUDGE_DATA if not given.")]
+Result = Iterator[Any]  # what a command yields: --json prints it
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what was begun in --out.")]
 
 
@@ -44,15 +47,21 @@ def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 parameters.append(inspect.Parameter(f.name, KEYWORD_ONLY, default=typed, annotation=annotation))
         else:
             parameters.append(parameter.replace(kind=KEYWORD_ONLY))
+    yields = inspect.isgeneratorfunction(command)
+    if yields:
+        parameters.append(inspect.Parameter("as_json", KEYWORD_ONLY, default=False, annotation=AsJson))
 
-    def wrapped(**given: Any) -> Any:
-        built = {}
+    def wrapped(**given: Any) -> None:
+        built, as_json = {}, yields and given.pop("as_json")
         for argument, (config, asked) in configs.items():
             declared = _declared(config, asked)
             values = {f.name: _parse(f, hint, given.pop(f.name), commas) for f, hint, commas in declared}
             built[argument] = one = config(**values)
             one.check() if hasattr(one, "check") else check_settings(one)
-        return command(**built, **given)
+        for result in command(**built, **given) or ():
+            if as_json:
+                print_json(result)
+                break
 
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ import typer
 import selfjudge
 from selfjudge import distill as distilling, label as labelling, train as training
 from selfjudge.cli.groups import BackendOptions, DeviceOptions, PairOptions
-from selfjudge.cli.options import AsJson, Data, Options, Resume
-from selfjudge.cli.output import Progress, print_json, print_text, waiting, warn
+from selfjudge.cli.options import Data, Options, Result, Resume
+from selfjudge.cli.output import Progress, print_text, waiting, warn
 from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
@@ -28,12 +28,11 @@ def label(
     out: Annotated[Path, typer.Option(help="Folder of the labels.")],
     resume: Resume = False,
     data: Data = None,
-    as_json: AsJson = False,
     *,
     config: Annotated[LabelConfig, Options(without=("max_prompt_tokens", "backend"))],
     where: BackendOptions,
     models: Annotated[PairOptions, Options(without=("draft_dtype",))],
-) -> None:
+) -> Result:
     """Label draft tokens as acceptable or not by the target's own likelihoods; no annotation.
 
     Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels
@@ -50,9 +49,7 @@ def label(
     pair = _load_pair(where, models)
     with Progress(resume="go on with --resume") as update:
         manifest = labelling.label_pair(pair, out, config, data=data, resume=resume, notify=update, warn=warn)
-    if as_json:
-        print_json({k: v for k, v in manifest.items() if k != "shards"})
-        return
+    yield {k: v for k, v in manifest.items() if k != "shards"}
     print_text("label", out=out, **manifest)
     if hourly := read_json(out / "run.json", RunRecord).get("rows_per_hour"):
         typer.echo(f"{hourly:,} labels an hour", err=True)
@@ -72,18 +69,14 @@ def _load_pair(where: BackendOptions, models: PairOptions) -> selfjudge.Pair:
     return pair
 
 
-def info(
-    folders: Annotated[list[Path], typer.Argument(help="Finished label folders.")], as_json: AsJson = False
-) -> None:
+def info(folders: Annotated[list[Path], typer.Argument(help="Finished label folders.")]) -> Result:
     """What label folders hold: rows and acceptable share by source, the spread of scores, τ.
 
     Example: selfjudge labels info labels
     """
     with waiting("reading labels …"):
         about = {str(folder): summarise_labels(folder) for folder in folders}
-    if as_json:
-        print_json(about)
-        return
+    yield about
     for folder, labels in about.items():
         print_text("info", folder=folder, **labels)
 
@@ -91,11 +84,10 @@ def info(
 def train(
     labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
     out: Annotated[Path, typer.Option(help="Folder of the judge.")],
-    as_json: AsJson = False,
     *,
     config: Annotated[TrainConfig, Options(commas=("sources",))],
     hardware: Annotated[DeviceOptions, Options(without=("dtype", "gpu_memory"))],
-) -> None:
+) -> Result:
     """Train a judge on labels.
 
     Example: selfjudge train labels --out judge --features hidden+margin
@@ -110,9 +102,7 @@ def train(
     where = "cpu" if device.type == "mps" else str(device)
     with Progress() as update:
         judge = training.train_judge(labels, out, config, device=where, notify=update)
-    if as_json:
-        print_json(judge)
-        return
+    yield judge
     print_text("judge", out=out, **judge)
     if judge["thresholds"]["F"] >= 1:
         typer.echo("F accepts nothing: choose a threshold with --quality", err=True)
@@ -122,11 +112,10 @@ def distill(
     target: Annotated[str, typer.Option(help="Target model: embedded name, hub id, checkpoint folder or GGUF file.")],
     out: Annotated[Path, typer.Option(help="Folder of the draft; an interrupted run in it is continued.")],
     data: Data = None,
-    as_json: AsJson = False,
     *,
     config: Annotated[DistillConfig, Options(without=("max_prompt_tokens",))],
     hardware: DeviceOptions,
-) -> None:
+) -> Result:
     """Make a small draft for a target that has none, from the target's own answers.
 
     Example: selfjudge distill --target smollm2-135m --out my-draft --prompts self:20000x3 --minutes 8
@@ -153,4 +142,5 @@ def distill(
             update(stage, share)
 
         result = distilling.distill_draft(pair, out, config, data=data, notify=notify)
-    print_json(result) if as_json else print_text("draft", out=out, **{**result, "target": target})
+    yield result
+    print_text("draft", out=out, **{**result, "target": target})

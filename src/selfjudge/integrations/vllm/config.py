@@ -16,9 +16,8 @@ from selfjudge.decoding.rules import AcceptanceRule, Judged, JudgeOnly
 from selfjudge.decoding.rules_baselines import Divergence, RegretBudget
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.models.pull import weights_sha256
 from selfjudge.models.tokens import end_ids, special_ids
-from selfjudge.store import parse_json, read_json
+from selfjudge.store import fingerprint, parse_json, read_json, weight_files
 from selfjudge.store.artefacts import PullManifest
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ def target_sha256(model: str, wanted: str = "") -> str:
             pulled = str(read_json(manifest, PullManifest)["sha256"])
             if wanted in ("", pulled):
                 return pulled
-    return weights_sha256(model)
+    return fingerprint([path] if path.is_file() else weight_files(path if path.is_dir() else model))
 
 
 def guarded_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
