@@ -86,7 +86,7 @@ def servers() -> Iterator[Callable[..., Server]]:
         process, log = Process(["serve", "--port", "0", *arguments], **environment), list[str]()
         for line in process.stderr:
             log.append(line)
-            if line.startswith("serving"):
+            if line.startswith("serving") or '"message": "serving' in line:
                 break
         else:
             raise AssertionError(f"the server did not start: {log}")

@@ -275,7 +275,7 @@ def test_a_batch_says_which_answer_was_given_up(tiny_pair: Pair, full: Callable[
 @pytest.fixture
 def scheduler(tiny_pair: Pair) -> Iterator[Scheduler]:
     rules = Rules(tiny_pair, None, RuleRequest("exact", gamma=2))
-    made = Scheduler(tiny_pair, rules, ServerConfig(max_context=90, engine="cuda"), Metrics())
+    made = Scheduler(tiny_pair, rules, ServerConfig(max_context=90, max_batch=8, engine="cuda"), Metrics())
     made.start()
     yield made
     made.stop()

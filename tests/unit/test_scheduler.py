@@ -30,7 +30,9 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
 
     def one(**limits: int | str) -> Scheduler:
         rules = Rules(tiny_pair, None, RuleRequest("exact", gamma=2))
-        begun.append(Scheduler(tiny_pair, rules, ServerConfig(**{"max_context": 90, **limits}), Metrics()))
+        begun.append(
+            Scheduler(tiny_pair, rules, ServerConfig(**{"max_context": 90, "max_batch": 8, **limits}), Metrics())
+        )
         return begun[-1]
 
     yield one

@@ -35,7 +35,7 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
 
     def one(bound: float, n: int = 40, share: float = 1.0, drift: DriftMonitor | None = None) -> Scheduler:
         rules, metrics = Rules(tiny_pair, None, RuleRequest("topk:9", gamma=2, strict_start=0)), Metrics()
-        scheduler = Scheduler(tiny_pair, rules, ServerConfig(max_context=90), metrics)
+        scheduler = Scheduler(tiny_pair, rules, ServerConfig(max_context=90, max_batch=8), metrics)
         shadow = Shadow(Monitor(bound, 0.05, n), share, LOG, metrics.registry, drift)
         scheduler.shadow = ShadowJobs(shadow, rules, metrics)
         begun.append(scheduler)

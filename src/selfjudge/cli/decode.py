@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import sys
@@ -229,7 +230,10 @@ def _serve_torch(setup: Setup, config: ServerConfig, host: str, port: int) -> No
 
         def welcome(line: str) -> None:
             stack.close()
-            typer.echo(line, err=True)
+            if config.log_format == "json":
+                logging.getLogger("selfjudge").info(line)
+            else:
+                typer.echo(line, err=True)
 
         scheduler = start_scheduler(pair, judge, config, setup.recipe, progress)
         run(scheduler, setup.recipe, listener, welcome)

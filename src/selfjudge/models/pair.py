@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -141,27 +142,27 @@ class Pair:
         """End-of-sequence and other special tokens: there the judge has no say."""
         return special_ids(self.tokenizer, self.eos_ids)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt, through the chat template with generation prompt unless `raw`."""
+    def encode(self, prompt: Prompt, *, raw: bool = False, variables: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a prompt, through the chat template with generation prompt and `variables`, unless `raw`."""
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise SelfJudgeError(EMPTY_PROMPT)
         if raw:
             if not isinstance(prompt, str):
                 raise SelfJudgeError("a raw prompt must be a string, not chat messages")
             return list(self.tokenizer(prompt)["input_ids"])
-        return self.encode_many([prompt])[0]
+        return self.encode_many([prompt], variables)[0]
 
-    def encode_many(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def encode_many(self, prompts: Sequence[Prompt], variables: Mapping[str, Any] | None = None) -> list[list[int]]:
         """Token ids of many prompts through the chat template, in one call of the tokenizer."""
         if not self.tokenizer.chat_template:
             raise SelfJudgeError(f"the tokenizer of {self.target_id} has no chat template: use `raw`")
         if not prompts:
             return []
-        texts = []
+        texts, options = [], {**(variables or {}), "add_generation_prompt": True, "tokenize": False}
         for prompt in prompts:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
             try:
-                texts.append(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+                texts.append(self.tokenizer.apply_chat_template(messages, **options))
             except Exception as error:  # whatever the model's own template raises
                 raise SelfJudgeError(f"the chat template does not take these messages: {first_line(error)}") from None
         ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException as UnreadableBody, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -22,13 +23,14 @@ from selfjudge.integrations import asgi
 from selfjudge.integrations.asgi import ASGI, RefusedError, refuse
 from selfjudge.integrations.hosts import HostNames
 from selfjudge.integrations.server.completions import Completion, Encoder
+from selfjudge.integrations.server.log import RequestLog
 from selfjudge.integrations.server.playground import headers, page
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import COMPLAINTS, ChatRequest, TextRequest
 from selfjudge.store import parse_json
 
-ENDPOINTS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
-OPEN = ("/", "/health")  # need no key: the playground's page asks for it itself
+ENDPOINTS = {"/", "/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+OPEN = ("/", "/health", "/ready")  # need no key: the playground's page asks for it itself
 BODY_SECONDS = 30.0  # time that a client has to send the body of its request
 
 
@@ -41,12 +43,17 @@ def make_app(scheduler: Scheduler, recipe: Mapping[str, str] | None) -> ASGI:
         app.add_exception_handler(kind, _answer)
     app.get("/", include_in_schema=False)(answer.playground)
     app.get("/health")(answer.health)
+    app.get("/ready")(answer.ready)
     app.get("/metrics")(answer.metrics)
     app.get("/v1/models")(answer.models)
     app.get("/v1/models/{name:path}")(answer.model)
     app.post("/v1/chat/completions")(answer.chat)
     app.post("/v1/completions")(answer.completions)
-    return Guard(app, scheduler)
+    guarded = RequestLog(Guard(app, scheduler))
+    if not (origins := scheduler.config.cors_origin):
+        return guarded
+    shown = ["x-request-id", "retry-after"]
+    return CORSMiddleware(guarded, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown)
 
 
 class Endpoints:
@@ -65,6 +72,12 @@ class Endpoints:
         if self.scheduler.closed or not self.scheduler.alive:
             return JSONResponse({"status": "stopping" if self.scheduler.closed else "broken"}, 503)
         return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Whether a request would find a place; health does not ask for one."""
+        if self.scheduler.alive and not self.scheduler.closed and self.scheduler.full:
+            return JSONResponse({"status": "full"}, 503)
+        return await self.health()
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""

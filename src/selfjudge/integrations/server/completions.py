@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import re
 import secrets
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from fastapi import Request
@@ -46,14 +48,18 @@ class Encoder:
     def __init__(self, pair: Pair) -> None:
         self.vocabulary = pair.target.get_output_embeddings().weight.shape[0]
         self.texts = TokenTexts(pair.tokenizer)
+        given = signature(pair.tokenizer.apply_chat_template).parameters  # what the method itself takes
+        self.variables = {*re.findall(r"[^\W\d]\w*", str(pair.tokenizer.chat_template))} - {*given, "messages"}
         self._pairs = [replace(pair, tokenizer=copy.deepcopy(pair.tokenizer)) for _ in range(2)]
         self._threads = [ThreadPoolExecutor(1, "tokenize") for _ in range(2)]
 
-    async def encode(self, prompt: str | list[dict[str, str]], size: int) -> list[int]:
-        """Token ids of a text, or of messages through the chat template; `size` in bytes."""
+    async def encode(self, prompt: str | list[dict[str, str]], size: int, template: Fields | None = None) -> list[int]:
+        """Token ids of a text, or of messages through the chat template with its variables; `size` in bytes."""
         pair, thread = self._pairs[size > SHORT_BYTES], self._threads[size > SHORT_BYTES]
         raw = isinstance(prompt, str)
-        return await asyncio.get_running_loop().run_in_executor(thread, lambda: pair.encode(prompt, raw=raw))
+        return await asyncio.get_running_loop().run_in_executor(
+            thread, lambda: pair.encode(prompt, raw=raw, variables=template)
+        )
 
 
 class Completion:
@@ -98,7 +104,11 @@ class Completion:
                 return [await self._encode_prompt(prompt) for prompt in self.body.prompt]
             messages = [message.plain() for message in self.body.messages]
             size = sum(len(message["content"].encode()) + MESSAGE_BYTES for message in messages)
-            return [await self._encode_text(messages, size)]
+            template = self.body.chat_template_kwargs or {}
+            for name in template.keys() - self.encoder.variables:
+                message = f"the chat template has no variable {name[:50]!r}"
+                raise RefusedError(400, message, param="chat_template_kwargs")
+            return [await self._encode_text(messages, size, template)]
 
     async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -108,12 +118,14 @@ class Completion:
             raise RefusedError(400, f"token ids lie between 0 and {last}", param="prompt")
         return prompt
 
-    async def _encode_text(self, prompt: str | list[dict[str, str]], size: int) -> list[int]:
+    async def _encode_text(
+        self, prompt: str | list[dict[str, str]], size: int, template: Fields | None = None
+    ) -> list[int]:
         if size > self.config.prompt_bytes:
             limit = self.config.prompt_bytes
             raise self._too_long(f"the prompt has {size} bytes, and this server takes {limit}: shorten it")
         try:
-            return await self.encoder.encode(prompt, size)
+            return await self.encoder.encode(prompt, size, template)
         except SelfJudgeError as error:
             raise RefusedError(400, str(error), param="messages" if self.chat else "prompt") from None
 

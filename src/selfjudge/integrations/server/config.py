@@ -3,6 +3,7 @@
 Imports no torch: an address that is not free is refused at once."""
 
 import errno
+import re
 import socket
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from selfjudge.types import ENGINES, check_settings, setting
 
 BYTES_PER_TOKEN = 16
 """Text that fits has fewer on average: 4 or 5 in English. Single tokens may have more: runs of spaces or of dashes."""
+ORIGIN = re.compile(r"https?://[\w.-]+(:\d+)?|https?://\[[0-9a-fA-F:]+\](:\d+)?")  # as browsers send it
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,16 @@ class ServerConfig:
     api_key: str | None = setting(None, "Key of clients, or several with commas; else SELFJUDGE_API_KEY, or none.")
     engine: str = setting("auto", "What runs the models.", choices=ENGINES)
     allowed_host: tuple[str, ...] = setting((), "Another name of this server that clients may use; * is any.")
-    max_batch: int = setting(8, "Answers decoded at a time.", minimum=1)
+    cors_origin: tuple[str, ...] = setting((), "A site whose pages may ask: https://app.example.")
+    log_format: str = setting("text", "Lines of the log: for people, or as JSON.", choices=("text", "json"))
+    max_batch: int = setting(0, "Answers decoded at a time; 0: 8 on a CPU, up to 256 on CUDA.", minimum=0)
     max_batches: int = setting(4, "Different rules decoded at a time; on CUDA each has a cache.", minimum=1)
-    max_queue: int = setting(64, "Requests that may wait, shared out among the keys; more get a 429.", minimum=1)
+    max_queue: int = setting(256, "Requests that may wait, shared out among the keys; more get a 429.", minimum=1)
     max_context: int = setting(4096, "Most tokens of a prompt with its answer.", minimum=2)
     max_tokens: int = setting(1024, "Most tokens of an answer.", minimum=1)
     max_prompt_bytes: int | None = setting(None, f"Most bytes of a prompt; else {BYTES_PER_TOKEN} a token.", minimum=1)
     max_body: int = setting(1 << 20, "Most bytes of a request.", minimum=1)
-    max_connections: int = setting(256, "Connections that may be open; more get a 503.", minimum=1)
+    max_connections: int = setting(512, "Connections that may be open; more get a 503.", minimum=1)
     header_timeout: float = setting(10.0, "Seconds that a client has to send the head of a request in.", above=0)
     timeout: float = setting(600.0, "Seconds after which a request is given up.", above=0)
     grace: float = setting(30.0, "Seconds that running answers have to end in at SIGTERM.", minimum=0)
@@ -47,6 +51,9 @@ class ServerConfig:
         for name in self.allowed_host:
             if not ALLOWED.fullmatch(name):
                 raise SelfJudgeError(f"`allowed_host` must be a name without scheme or port, not {name!r}")
+        for origin in self.cors_origin:
+            if not ORIGIN.fullmatch(origin):
+                raise SelfJudgeError(f"`cors_origin` must be like https://app.example:8443, not {origin!r}")
         if self.api_key is not None and not all(self.keys):
             raise SelfJudgeError("`api_key` is empty: give a key, or none at all")
         if len(set(self.keys)) < len(self.keys):

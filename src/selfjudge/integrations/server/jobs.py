@@ -55,6 +55,7 @@ class CompletionJob:
     detailed: bool = False  # whether updates carry tokens: all of them, also those without text of their own
     key: int = 0  # the number of the client's API key
     arrived: float = field(default_factory=time.perf_counter)
+    begun: float = 0.0  # time of its first token
     load: LoadWatch = field(default_factory=LoadWatch)  # watches the machine from the beginning of its decoding on
     shadowed: bool = False  # whether it is decoded a second time, exactly
     over: bool = False

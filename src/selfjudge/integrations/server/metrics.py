@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -25,8 +26,10 @@ class Metrics:
             for name, declared in DECLARED["counters"].items()
         }
         self._histograms = {
-            name: Histogram(PREFIX + name, about, ["mode"], buckets=BUCKETS, registry=self.registry)
-            for name, about in DECLARED["histograms"].items()
+            name: Histogram(
+                PREFIX + name, declared["about"], ["mode"], buckets=_buckets(declared), registry=self.registry
+            )
+            for name, declared in DECLARED["histograms"].items()
         }
         self._gauges: dict[str, Gauge] = {}
 
@@ -34,8 +37,8 @@ class Metrics:
         """Count; the values of labels come from the program, never from a client."""
         self._counters[name].labels(**labels).inc(amount)
 
-    def observe(self, name: str, seconds: float, mode: str) -> None:
-        self._histograms[name].labels(mode).observe(seconds)
+    def observe(self, name: str, value: float, mode: str) -> None:
+        self._histograms[name].labels(mode).observe(value)
 
     def gauge(self, name: str, value: Callable[[], float], **labels: str) -> None:
         """A figure that is computed when the metrics are read."""
@@ -52,3 +55,7 @@ class Metrics:
 
     def text(self) -> str:
         return str(generate_latest(self.registry), "utf-8")
+
+
+def _buckets(declared: dict[str, Any]) -> list[float]:
+    return declared.get("steps") or [declared["unit"] * seconds for seconds in BUCKETS]

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from selfjudge.integrations.asgi import error_body
 from selfjudge.integrations.server.api import make_app
 from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.log import configure_log
 from selfjudge.integrations.server.playground import describe
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.tune.recipe import Recipe
@@ -144,12 +145,13 @@ async def run(
     scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, notify: Callable[[str], None]
 ) -> None:
     """Serve until a signal; a second one ends the server at once."""
+    configure_log(scheduler.config.log_format)
     config = uvicorn.Config(
         make_app(scheduler, None if recipe is None else describe(recipe)),
         http=type("LimitedConnection", (Connection,), {"limits": scheduler.config}),  # h11, whatever else is installed
         ws="none",
-        log_level="warning",
-        access_log=False,
+        log_config=None,
+        access_log=False,  # the guard's has request ids
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=5,

@@ -19,6 +19,7 @@ import torch
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.text import Batch
+from selfjudge.engine.select import PairEngines
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, ShadowJobs, Update
@@ -29,10 +30,11 @@ from selfjudge.models.pair import Pair
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.monitor import Shadow, watch, watch_scope
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import Notify, Tell, ignore
+from selfjudge.types import MAX_GAMMA, Notify, Tell, ignore
 
 LOG = logging.getLogger("selfjudge.server")
 CAPTURE_SECONDS = 20.0  # time for captures before the server is ready; those that are left follow while it is idle
+CPU_ROWS, CUDA_ROWS = 8, 256  # answers at a time where `max_batch` names no number; on CUDA at most
 CUDA_PROMPTS = (40, 40, 600)
 """Tokens of the prompts that are tried out on CUDA: short ones, whose graph is captured the second time; a long one."""
 
@@ -113,6 +115,12 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def full(self) -> bool:
+        """Whether no request finds a place, not even to wait."""
+        with self._state:
+            return len(self._queue) + self._encoding.total() >= self.config.max_queue
 
     @property
     def busy(self) -> int:
@@ -274,6 +282,8 @@ class Scheduler:
             LOG.exception("an answer could not be started")
             self._end(job, None, "error")
             return
+        if not job.choice.background:
+            self.metrics.observe("queue_seconds", time.perf_counter() - job.arrived, mode=job.choice.mode)
         active.jobs[answer], job.load = job, LoadWatch()
         with self._state:
             self._active[job.choice] = active
@@ -299,8 +309,8 @@ class Scheduler:
             if answer.cycles:
                 self._gamma[choice.mode] = answer.gamma
             elif not choice.background:
-                waited = time.perf_counter() - job.arrived
-                self.metrics.observe("time_to_first_token_seconds", waited, mode=choice.mode)
+                job.begun = time.perf_counter()
+                self.metrics.observe("time_to_first_token_seconds", job.begun - job.arrived, mode=choice.mode)
             text = "".join(piece.text for piece in pieces)
             if job.detailed:
                 job.send(Update(text, pieces, answer.cycles))
@@ -330,10 +340,13 @@ class Scheduler:
             self.shadow.take_first(job, result)
 
     def _count(self, job: CompletionJob, answer: Answer | None, finish: str) -> None:
-        mode = job.choice.mode
+        mode, now = job.choice.mode, time.perf_counter()
         self.metrics.add("generations_total", mode=mode, finish=finish)
-        self.metrics.observe("request_seconds", time.perf_counter() - job.arrived, mode=mode)
+        self.metrics.observe("request_seconds", now - job.arrived, mode=mode)
         if answer is not None:
+            if answer.cycles and (later := len(answer.tokens) - 1) > 0:
+                self.metrics.observe("time_between_tokens_seconds", (now - job.begun) / later, mode=mode)
+                self.metrics.observe("accepted_length", later / answer.cycles, mode=mode)
             self.metrics.add("prompt_tokens_total", answer.prompt_tokens, mode=mode)
             self.metrics.add("cycles_total", answer.cycles, mode=mode)
             self.metrics.add("drafted_tokens_total", answer.drafted, mode=mode)
@@ -344,6 +357,15 @@ class Scheduler:
 
 def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
     return len({one.choice for one in (job, *others)})
+
+
+def _choose_rows(pair: Pair, engine: str, context: int) -> int:
+    """Answers at a time: on CUDA the power of two for which there is memory for whole contexts."""
+    if pair.target.device.type != "cuda":
+        return CPU_ROWS
+    with PairEngines(pair, engine).borrow(hidden=False) as engines:
+        rows = engines.limit_rows(CUDA_ROWS, context + MAX_GAMMA + 1)
+    return max(CPU_ROWS, 1 << (rows.bit_length() - 1))
 
 
 def start_scheduler(
@@ -359,6 +381,7 @@ def start_scheduler(
         judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     rules = Rules(pair, judge, config.default_rule)
     context = min(config.max_context, pair.window)
+    config = replace(config, max_batch=config.max_batch or _choose_rows(pair, config.engine, context))
     most = min(config.max_tokens, context - 1)
     config = replace(config, name=config.name or pair.name, max_context=context, max_tokens=most)
     scheduler = Scheduler(pair, rules, config, Metrics())

@@ -198,6 +198,7 @@ class ChatRequest(CompletionRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None], Field(max_length=16)] | None = None
 
     def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
         return [("top_logprobs", bool(self.top_logprobs) and not self.logprobs, "needs logprobs: true")]
