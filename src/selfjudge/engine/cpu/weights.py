@@ -1,7 +1,6 @@
 """Weights as the kernel reads them: float32 in place, int8 made from it, or the blocks of a GGUF file, repacked."""
 
 import ctypes
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from selfjudge.models.shape import LayerPart, Shape, describe_model
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
+PIECE = 1 << 26  # bytes that are allocated at a time for packed matrices, so that large pages fit them
 _OuterWeights = tuple[tuple[int, int, bool], int, Matrix]
 """Address and type of the embedding and whether it is packed, address of the final norm, and the output matrix."""
 
@@ -38,6 +38,7 @@ class PackedWeights:
 
     def _set_up(self, int8: bool, shape: Shape) -> None:
         self.kept: list[Any] = []
+        self._free = self._end = 0  # addresses: the next free byte of the last piece, and its end
         self.bytes_per_pass = 0
         self.int8 = int8
         self.kernel = library("native")
@@ -68,9 +69,6 @@ class PackedWeights:
 
     def _from_modules(self, model: PreTrainedModel) -> _OuterWeights:
         body, head = model.base_model, model.get_output_embeddings()
-        if self.int8:
-            matrices = [(Q8_0, part.rows, part.cols) for part in self.shape.matrices] * self.shape.layers
-            self._make_room([*matrices, (Q8_0, *head.weight.shape)])
         for layer, source in zip(self.layers, body.layers, strict=True):
             self._fill_layer(layer, source)
         embedding = self._pointer(body.embed_tokens.weight), F32, False
@@ -112,13 +110,6 @@ class PackedWeights:
 
     def _from_file(self, file: GgufFile, heads: NDArray[np.int32] | None) -> _OuterWeights:
         """`heads` is where the rows of a head lie in the file."""
-        head_name = output_name(file)
-        matrices = [(f"blk.{i}.{part.gguf}", part) for i in range(self.shape.layers) for part in self.shape.matrices]
-        kinds = [(file.tensors[f"{name}.weight"].block_kind, part.rows, part.cols) for name, part in matrices]
-        output = file.tensors[f"{head_name}.weight"]
-        self._make_room(
-            one for one in [*kinds, (output.block_kind, output.rows, output.cols)] if one[0] not in (F32, F16)
-        )
         for i, layer in enumerate(self.layers):
             for part in self.shape.matrices:
                 order = self._file_order(part, heads)
@@ -126,7 +117,7 @@ class PackedWeights:
             for part in self.shape.norms:  # a file has their offset in them
                 order = self._order(part.field, part.cols)
                 setattr(layer, part.field, self._file_floats(file, f"blk.{i}.{part.gguf}.weight", order))
-        head = self._file_matrix(file, head_name)
+        head = self._file_matrix(file, output_name(file))
         return self._file_embedding(file, head), self._file_floats(file, "output_norm.weight"), head
 
     def _file_order(self, part: LayerPart, heads: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
@@ -174,20 +165,18 @@ class PackedWeights:
         order: NDArray[np.int32] | None = None,
     ) -> Matrix:
         """Pack the blocks of a matrix into the next free bytes; `order` names the rows to take."""
-        address, size = self._free, self.kernel.packed_bytes(kind, rows, cols)
+        size = self.kernel.packed_bytes(kind, rows, cols)
+        if self._free + size > self._end:
+            piece = torch.empty(max(size, PIECE) + LINE, dtype=torch.uint8)
+            self.kept.append(piece)
+            self.kernel.use_large_pages(piece.data_ptr(), len(piece))
+            self._free, self._end = -(-piece.data_ptr() // LINE) * LINE, piece.data_ptr() + len(piece)
+        address = self._free
         wanted = None if order is None else order.ctypes.data
         self.kernel.pack(kind, rows, cols, raw.ctypes.data, wanted, address, torch.get_num_threads())
         self._free += size
         self.bytes_per_pass += size
         return Matrix(address, bias, rows, cols, kind)
-
-    def _make_room(self, matrices: Iterable[tuple[int, int, int]]) -> None:
-        """Allocate all packed matrices (kind, rows, cols) in one piece, so that large pages fit it."""
-        size = sum(self.kernel.packed_bytes(*matrix) for matrix in matrices)
-        room = torch.empty(size + LINE, dtype=torch.uint8)
-        self.kept.append(room)
-        self.kernel.use_large_pages(room.data_ptr(), size)
-        self._free = -(-room.data_ptr() // LINE) * LINE
 
 
 class PackedHead(PackedWeights):
@@ -197,13 +186,6 @@ class PackedHead(PackedWeights):
         shape, layer = head.config.shape, head.layer
         file: Any = target.file  # there is one wherever the head lacks embedding or output
         self._set_up(int8, shape)
-        kind = Q8_0 if int8 else F32
-        matrices: list[Any] = [layer.get_submodule(part.module) for part in shape.matrices]
-        shapes = [(kind, *module.weight.shape) for module in (*matrices, head.fc)]
-        if head.output is None:
-            kind = file.tensors[f"{output_name(file)}.weight"].block_kind
-        shapes.append((kind, len(head.draft_ids), shape.hidden))
-        self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
         self._fill_layer(self.layers[0], layer)
         if head.embedding is None:
             self.kept.append(weights := packed_weights(target, int8=False))
