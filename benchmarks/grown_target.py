@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, Target
@@ -85,9 +85,10 @@ def grow_target(small: PreTrainedModel, layers: int) -> PreTrainedModel:
 def grow_head(head: EagleHead, target: PreTrainedModel, where: Sequence[int]) -> EagleHead:
     """The head for the grown target, whose old layers stand at `where`."""
     config = head.config
-    doubled = {name: 2 * getattr(config, name) for name in ("hidden_size", "intermediate_size", "heads", "kv_heads")}
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    layer = LlamaConfig(**config.layer.to_dict() | {name: 2 * getattr(config.layer, name) for name in names})
     grown = EagleHead(
-        replace(config, **doubled, aux_layers=tuple(where[i] for i in config.aux_layers)), head.draft_ids.cpu()
+        replace(config, layer=layer, aux_layers=tuple(where[i] for i in config.aux_layers)), head.draft_ids.cpu()
     )
     state = {}
     for name, weight in head.state_dict().items():

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import LlamaConfig
+
 from conftest import tiny_head, tiny_model
 from fake_certificate import recipe_folder, tamper
 from selfjudge.judge.config import JudgeConfig
@@ -68,7 +70,10 @@ def _write_heads(folder: Path) -> None:
     head.target, head.target_sha256 = "another", "f" * 64
     write_head(head, folder / "foreign-head")
     write_head(tiny_head(tiny_model(hidden_size=16, num_attention_heads=2)), folder / "narrow-head")
-    odd = EagleHead(replace(head.config, heads=2, kv_heads=2, head_dim=6), head.draft_ids)
+    layer = LlamaConfig(
+        **head.config.layer.to_dict() | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 6}
+    )
+    odd = EagleHead(replace(head.config, layer=layer), head.draft_ids)
     write_head(odd, folder / "odd-head")
     deep = tiny_model(num_hidden_layers=4)
     for name, entries in (

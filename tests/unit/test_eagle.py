@@ -33,9 +33,10 @@ from pack_draft import pack_head
 DRAFT_IDS = torch.tensor([0, 2, 5, 6, 7, 11, 30, 31, 32, 40, 59, 60])
 
 
-def random_head(target: hf.PreTrainedModel, seed: int = 0, **options: object) -> EagleHead:
+def random_head(target: hf.PreTrainedModel, seed: int = 0, **options: Any) -> EagleHead:
     torch.manual_seed(seed)
-    config = replace(EagleConfig.for_target(target, len(DRAFT_IDS)), **options)
+    inner = options.pop("intermediate_size", None)
+    config = replace(EagleConfig.for_target(target, len(DRAFT_IDS), inner), **options)
     head = EagleHead(config, DRAFT_IDS)
     for p in head.parameters():
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
@@ -67,11 +68,11 @@ def test_the_states_are_those_that_enter_the_layers(kind: str) -> None:
 
 def by_hand(head: EagleHead, tokens: list[int], g: Tensor) -> Tensor:
     """a [T, H] entry by entry, as the equations say."""
-    c, layer = head.config, head.layers[0]
+    c, layer = head.config.layer, head.layers[0]
     attention = layer.self_attn
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.pow(2).mean() + c.eps).sqrt() * weight
+        return x / (x.pow(2).mean() + c.rms_norm_eps).sqrt() * weight
 
     def rotated(x: Tensor, position: int) -> Tensor:
         frequencies = c.rope_parameters["rope_theta"] ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
@@ -87,11 +88,11 @@ def by_hand(head: EagleHead, tokens: list[int], g: Tensor) -> Tensor:
         keys.append(rotated(attention.k_proj.weight @ x, t))
         values.append((attention.v_proj.weight @ x).view(-1, c.head_dim))
         attended = []
-        for h in range(c.heads):
-            own = h // (c.heads // c.kv_heads)
+        for h in range(c.num_attention_heads):
+            own = h // (c.num_attention_heads // c.num_key_value_heads)
             scores = torch.stack([query[h] @ key[own] for key in keys]) / c.head_dim**0.5
             attended.append(sum(p * value[own] for p, value in zip(scores.softmax(0), values, strict=True)))
-        added_to = norm(g[t], layer.hidden_norm.weight) if c.norm_before_residual else g[t]
+        added_to = norm(g[t], layer.hidden_norm.weight) if head.config.norm_before_residual else g[t]
         r = added_to + attention.o_proj.weight @ torch.cat(attended)
         inner = norm(r, layer.post_attention_layernorm.weight)
         gate, up = layer.mlp.gate_proj.weight @ inner, layer.mlp.up_proj.weight @ inner
@@ -110,7 +111,7 @@ def test_the_head_is_what_its_equations_say(kind: str, normed: bool) -> None:
     for row in range(3):
         assert torch.allclose(a[row], by_hand(head, tokens[row].tolist(), g[row]), atol=1e-4)
     logits = head.logits(a)
-    normed = a / (a.pow(2).mean(-1, keepdim=True) + head.config.eps).sqrt() * head.norm.weight
+    normed = a / (a.pow(2).mean(-1, keepdim=True) + head.config.layer.rms_norm_eps).sqrt() * head.norm.weight
     whole = normed @ target.get_output_embeddings().weight.T
     assert torch.allclose(logits, whole[..., DRAFT_IDS], atol=1e-4)
 
@@ -238,7 +239,7 @@ def test_the_format_of_speculators_holds_the_same_head(tmp_path: Path) -> None:
     assert config["speculators_config"]["verifier"] == {"name_or_path": "tiny", "architectures": ["Qwen2ForCausalLM"]}
     layer = hf.AutoConfig.for_model(**config["transformer_layer_config"])
     assert layer.num_attention_heads * layer.head_dim == own["layers.0.self_attn.q_proj.weight"].shape[0]
-    assert layer.rope_parameters["rope_theta"] == head.config.rope_parameters["rope_theta"]
+    assert layer.rope_parameters["rope_theta"] == head.config.layer.rope_parameters["rope_theta"]
 
 
 # heads of others
@@ -345,7 +346,7 @@ def has(**entries: Tensor) -> Change:
         (says(draft_vocab_size=99), "cannot have draft_vocab_size 99"),
         (says(draft_vocab_size=11), "11 different token ids below 61"),
         (says(target_hidden_size=64), "target_hidden_size 64 cannot be used: only 32"),
-        (shaped(num_key_value_heads=3), "cannot have kv_heads 3"), (shaped(head_dim=7), "cannot have head_dim 7"),
+        (shaped(num_key_value_heads=3), "cannot have num_key_value_heads 3|shape of its layer cannot"), (shaped(head_dim=7), "requires an even rotary dimension"),
         (shaped(num_hidden_layers=2), "num_hidden_layers 2 cannot be used: only 1"),
         (shaped(attention_bias=True), "attention_bias True"), (shaped(model_type="qwen3"), "model_type 'qwen3'"),
         (shaped(hidden_size=64), "target_hidden_size 32 cannot be used: only 64"), (shaped(hidden_size="wide"), '"hidden_size" must be a whole number'),

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -101,8 +100,7 @@ class PairEngines:
 def _describe_shape(model: LoadedModel) -> dict[str, object]:
     """A digest of the shapes of all matrices, and of a model, unlike a head, the number of parameters."""
     if isinstance(model.module, EagleHead):  # the CPU engine frees its matrices once it has packed them
-        config = {f.name: getattr(model.module.config, f.name) for f in fields(model.module.config)}
-        return {"shapes": _digest({name: config[name] for name in config if name not in ("target", "metrics")})}
+        return {"shapes": _digest(model.module.config)}
     shapes = [(name, tuple(p.shape)) for name, p in model.causal_lm.named_parameters()]
     return {"parameters": sum(math.prod(shape) for _, shape in shapes), "shapes": _digest(shapes)}
 

@@ -10,7 +10,7 @@ Names and order of operations are those of vLLM and speculators; `speculators.py
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,26 +24,18 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.gguf import FULL_PRECISION, gguf_file
-from selfjudge.models.shape import FAMILIES, Shape
+from selfjudge.models.shape import ROTARY, Shape, describe
 from selfjudge.models.tokens import context_window
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The shape of a head. Its width, rotary embedding and the ε of its norms are the target's."""
+    """The shape of a head."""
 
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope_parameters: Mapping[str, Any]
-    eps: float
+    layer: LlamaConfig
+    """Its layer, with the target's width, vocabulary, rotary embedding and ε of the norms."""
     aux_layers: tuple[int, int, int]
     """Layers whose inputs are read: i is the residual stream that enters decoder layer i, as vLLM counts."""
-    vocab_size: int
     draft_vocab_size: int
     norm_before_residual: bool = False
     """Whether r = norm(g) + attention(…), as in many public heads; ours add to g itself."""
@@ -54,28 +46,33 @@ class EagleConfig:
         layers, large = len(decoder_layers(target)), target.config.get_text_config()
         width, heads = int(large.hidden_size), int(large.num_attention_heads)
         rope = dict(getattr(large, "rope_parameters", None) or {})
-        if rope.get("rope_type") not in ROPE_TYPES or "rope_theta" not in rope:
+        if rope.get("rope_type") not in ROTARY or "rope_theta" not in rope:
             rope = {"rope_type": "default", "rope_theta": 10000.0}
-        return cls(
+        layer = LlamaConfig(
+            num_hidden_layers=1,
             hidden_size=width,
             intermediate_size=intermediate_size or max(64, round(width * 8 / 3 / 64) * 64),
-            heads=heads,
-            kv_heads=int(getattr(large, "num_key_value_heads", None) or heads),
+            num_attention_heads=heads,
+            num_key_value_heads=int(getattr(large, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(large, "head_dim", None) or width // heads),
             rope_parameters=rope,
-            eps=float(getattr(large, "rms_norm_eps", 1e-6)),
-            aux_layers=auxiliary_layers(layers),
+            rms_norm_eps=float(getattr(large, "rms_norm_eps", 1e-6)),
             vocab_size=int(target.get_input_embeddings().weight.shape[0]),
-            draft_vocab_size=draft_vocab_size,
         )
+        return cls(layer, auxiliary_layers(layers), draft_vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.layer.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.layer.vocab_size)
 
     @property
     def shape(self) -> Shape:
-        """Its layer, as engines read it: that of a Llama."""
-        return Shape(
-            FAMILIES["llama"], self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim,
-            self.eps, self.head_dim**-0.5, rotary_dim=self.head_dim,
-        )  # fmt: skip
+        """Its layer, as engines read it."""
+        return describe(self.layer)
 
 
 def auxiliary_layers(layers: int) -> tuple[int, int, int]:
@@ -132,15 +129,16 @@ class EagleLayer(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
-        self.hidden_norm = Norm(config.hidden_size, config.eps)
-        self.input_layernorm = Norm(config.hidden_size, config.eps)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
-        self.dim = config.head_dim
-        queries, keys = config.heads * self.dim, config.kv_heads * self.dim
+        width, shape = config.hidden_size, config.layer
+        self.hidden_norm = Norm(width, shape.rms_norm_eps)
+        self.input_layernorm = Norm(width, shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(width, shape.rms_norm_eps)
+        self.dim = shape.head_dim
+        queries, keys = shape.num_attention_heads * self.dim, shape.num_key_value_heads * self.dim
         sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.self_attn = nn.ModuleDict({n: nn.Linear(2 * config.hidden_size, s, bias=False) for n, s in sizes.items()})
-        self.self_attn["o_proj"] = nn.Linear(queries, config.hidden_size, bias=False)
-        self.mlp = LlamaMLP(_llama_config(config))
+        self.self_attn = nn.ModuleDict({n: nn.Linear(2 * width, s, bias=False) for n, s in sizes.items()})
+        self.self_attn["o_proj"] = nn.Linear(queries, width, bias=False)
+        self.mlp = LlamaMLP(shape)
 
     def project(self, embedded: Tensor, g: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of entries [B, T, H]."""
@@ -174,11 +172,11 @@ class EagleHead(nn.Module):
         self.config = config
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([EagleLayer(config)])
-        self.norm = Norm(config.hidden_size, config.eps)
+        self.norm = Norm(config.hidden_size, config.layer.rms_norm_eps)
         self.register_buffer("draft_ids", draft_ids.long(), persistent=False)
         self.register_buffer("embedding", None, persistent=False)
         self.register_buffer("output", None, persistent=False)
-        self.rotary_emb = LlamaRotaryEmbedding(_llama_config(config))
+        self.rotary_emb = LlamaRotaryEmbedding(config.layer)
         self.target, self.target_sha256 = "", ""
         self.architecture = ""  # class of the target in transformers
         self.window = 1 << 30
@@ -208,7 +206,7 @@ class EagleHead(nn.Module):
         self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
         self.to(device=target.device, dtype=dtype or target.dtype)
         # in float32: a rounded angle grows with the position
-        self.rotary_emb = LlamaRotaryEmbedding(_llama_config(self.config)).to(target.device)
+        self.rotary_emb = LlamaRotaryEmbedding(self.config.layer).to(target.device)
         if gguf_file(target) is None and "embedding" not in self.own:
             self.embedding = target.get_input_embeddings().weight.detach()
         if gguf_file(target) is None and "output" not in self.own:
@@ -269,7 +267,7 @@ class EagleHead(nn.Module):
             k, v = cache.update(k, v, 0)
         causal = mask is None and q.shape[2] > 1
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.config.heads != self.config.kv_heads
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
         return self.layer.finish(g, attended)
 
@@ -278,14 +276,3 @@ class EagleHead(nn.Module):
         if self.output is None:
             raise SelfJudgeError(FULL_PRECISION)
         return F.linear(self.norm(a), self.output)
-
-
-def _llama_config(config: EagleConfig) -> LlamaConfig:
-    """The parts of a head that are those of a Llama, with the head's sizes."""
-    return LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.heads,
-        head_dim=config.head_dim,
-        rope_parameters=dict(config.rope_parameters),
-    )

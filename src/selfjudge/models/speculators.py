@@ -14,7 +14,7 @@ each 32 weights, and `draft_ids` in place of the maps. vLLM does not read those.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.eagle import ROPE_TYPES, EagleConfig, EagleHead, auxiliary_layers, decoder_layers
+from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, decoder_layers
+from selfjudge.models.shape import ROTARY
 from selfjudge.models.weights import check_finite, dequantise, unpack_six
 from selfjudge.store import read_json, whole_tensors, write_json
 from selfjudge.store.artefacts import HeadFile, HeadShape
@@ -37,6 +38,11 @@ _FIXED = {
     "use_aux_hidden_state": True,
 }  # fmt: skip
 """Options of public heads, each with the one value that our heads have."""
+_WRITTEN = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
+"""What is written of a head's layer."""
 
 
 def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> EagleHead:
@@ -87,43 +93,38 @@ def read_shape(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, dict
     options: dict[str, Any] = {
         key: value for said in (shape, record, eagle) for key, value in said.items() if value is not None
     }
-    width, heads = shape["hidden_size"], shape["num_attention_heads"]
-    for key, ours in {**_FIXED, "target_hidden_size": width}.items():
+    for key, ours in {**_FIXED, "target_hidden_size": shape["hidden_size"]}.items():
         if (value := options.get(key, ours)) != ours:
             raise SelfJudgeError(f"{file}: a head with {key} {value!r} cannot be used: only {ours!r}")
     layers = options.get("eagle_aux_hidden_state_layer_ids") or auxiliary_layers(len(decoder_layers(target)))
     low_middle_high = sorted(layers)
     if len(low_middle_high) != 3:
         raise SelfJudgeError(f"{file}: a head that reads {len(low_middle_high)} layers cannot be used: only three")
-    rope = {key: shape[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if shape.get(key) is not None}
-    config = EagleConfig(
-        hidden_size=width,
-        intermediate_size=shape["intermediate_size"],
-        heads=heads,
-        kv_heads=shape.get("num_key_value_heads") or heads,
-        head_dim=shape.get("head_dim") or width // heads,
-        rope_parameters=dict(LlamaConfig(**rope).rope_parameters),
-        eps=shape.get("rms_norm_eps", 1e-6),
-        aux_layers=(low_middle_high[0], low_middle_high[1], low_middle_high[2]),
-        vocab_size=shape["vocab_size"],
-        draft_vocab_size=record.get("draft_vocab_size") or shape["vocab_size"],
-        norm_before_residual=bool(record.get("norm_before_residual", "speculators_model_type" in record)),
-    )
+    layer = {key: shape[key] for key in get_type_hints(HeadShape) if shape.get(key) is not None}
+    try:
+        config = EagleConfig(
+            LlamaConfig(**{"num_hidden_layers": 1, "rms_norm_eps": 1e-6, **layer}),
+            aux_layers=(low_middle_high[0], low_middle_high[1], low_middle_high[2]),
+            draft_vocab_size=record.get("draft_vocab_size") or shape["vocab_size"],
+            norm_before_residual=bool(record.get("norm_before_residual", "speculators_model_type" in record)),
+        )
+    except Exception as error:  # transformers raises many kinds
+        raise SelfJudgeError(f"{file}: the shape of its layer cannot be read: {first_line(error)}") from None
     _check_shape(config, file)
     return config, record
 
 
 def _check_shape(config: EagleConfig, file: Path) -> None:
     """Refuse what no head can have."""
+    layer = config.layer
     wrong = {
-        "kv_heads": config.heads % config.kv_heads != 0,
-        "head_dim": config.head_dim % 2 != 0,
-        "draft_vocab_size": config.draft_vocab_size > config.vocab_size,
-        "rope_parameters": config.rope_parameters.get("rope_type") not in ROPE_TYPES,
+        "num_key_value_heads": (layer.num_key_value_heads, layer.num_attention_heads % layer.num_key_value_heads != 0),
+        "draft_vocab_size": (config.draft_vocab_size, config.draft_vocab_size > config.vocab_size),
+        "rope_parameters": (layer.rope_parameters, layer.rope_parameters.get("rope_type") not in ROTARY),
     }
-    for name, bad in wrong.items():
+    for name, (value, bad) in wrong.items():
         if bad:
-            raise SelfJudgeError(f"{file}: a head cannot have {name} {getattr(config, name)}")
+            raise SelfJudgeError(f"{file}: a head cannot have {name} {value}")
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -204,16 +205,7 @@ def _config(head: EagleHead, steps: int, verifier: str) -> dict[str, Any]:
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": steps}],
         "verifier": {"name_or_path": verifier, "architectures": [head.architecture]},
     }
-    record["transformer_layer_config"] |= {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "rms_norm_eps": c.eps,
-        "rope_parameters": dict(c.rope_parameters),
-        "rope_theta": c.rope_parameters["rope_theta"],
-        "max_position_embeddings": head.window,
-    }
+    layer = {name: getattr(c.layer, name) for name in _WRITTEN}
+    record["transformer_layer_config"] |= {**layer, "max_position_embeddings": head.window}
+    record["transformer_layer_config"]["rope_theta"] = c.layer.rope_parameters["rope_theta"]
     return record
