@@ -30,7 +30,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.label.folder import read_shards, summarise_labels
 from selfjudge.models import pull
 from selfjudge.models.catalogue import Embedded
-from selfjudge.report.charts import make_trade_offs
+from selfjudge.report.charts import make_charts
 from selfjudge.report.page import report
 from selfjudge.report.records import read_results
 from selfjudge.report.tables import make_tables
@@ -450,7 +450,7 @@ def use_judge(files: Path) -> None:
 def use_report(files: Path) -> None:
     results = read_results([files / "eval"])
     make_tables(results)
-    list(make_trade_offs(results.runs))
+    list(make_charts(results.runs, "trade-off"))
 
 
 def use_samples(files: Path) -> None:

@@ -22,7 +22,7 @@ from browser import Page
 from fake_eval import HOSTILE, SWAPS, demo_result, samples, write_eval, write_examples, write_json, write_run
 from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.charts import Chart, Point, Series, make_trade_offs
+from selfjudge.report.charts import Chart, Point, Series, make_charts
 from selfjudge.report.demo import demo_page, describe_result
 from selfjudge.report.draw import Drawing, draw
 from selfjudge.report.formats import fixed, signed
@@ -196,14 +196,14 @@ def test_sections_only_where_there_is_data(tmp_path: Path, whole: tuple[Path, di
         return re.findall(r'<section id="([^"]+)"', page.read_text())
 
     everything = sections(whole[0])
-    assert everything == ["verdict", "averages", "task", "trade-off", "viewer", "provenance"]
+    assert everything == ["verdict", "averages", "task", "trade-off", "agreement", "viewer", "provenance"]
     write_run(tmp_path / "eval", "mmlu", "exact", 3, samples([(11, 5), (21, 5)], [1, 0]), None, substitutions=[])
     report([tmp_path / "eval"], tmp_path / "report.html")
     assert sections(tmp_path / "report.html") == ["task", "provenance"]
 
 
 def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]]) -> None:
-    every = list(make_trade_offs(read_results([whole[0].parent / "eval"]).runs))
+    every = list(make_charts(read_results([whole[0].parent / "eval"]).runs, "trade-off"))
     by_task = {chart.task: chart for chart in every}
     series = {s.name: s for s in by_task["math500"].series}
     assert set(series) == {"exact", "topk", "fly", "judged@selfjudge", "judged@autojudge"}
@@ -269,7 +269,9 @@ def test_few_prompts_are_said_to_be_few(small: Path) -> None:
     shown = make_tables(Results(tuple(runs), ()))["task"][0].markdown()
     assert "[+0.0, +0.0]" not in shown
     assert "[0.0 %" not in shown
-    assert all(p.interval is None for c in (found.chart, *make_trade_offs(runs)) for s in c.series for p in s.points)
+    assert all(
+        p.interval is None for c in (found.chart, *make_charts(runs, "trade-off")) for s in c.series for p in s.points
+    )
     many = make_verdict([replace(r, n_scored=40) for r in runs])
     assert "the score: no change shown (+0.0 [+0.0, +0.0] points)" in many.sentences[0]
     assert many.sentences[-1] == "No loss is shown for judged:F@j; that is not a proof that nothing is lost."
@@ -282,7 +284,7 @@ def test_what_loses_much_is_in_view(whole: tuple[Path, dict[str, Any]]) -> None:
     runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
     topk = next(r for r in runs if r.name == "topk")
     below = replace(topk, rule="topk:9", m_ratio=9.0, delta_score=-0.6, delta_ci=None)
-    charts = next(iter(make_trade_offs(runs))), next(iter(make_trade_offs([*runs, below])))
+    charts = next(iter(make_charts(runs, "trade-off"))), next(iter(make_charts([*runs, below], "trade-off")))
     drawn = [ET.fromstring(draw(chart).svg) for chart in charts]
     marks = [[t.text for use in d.iter("use") for t in use.iter("title")] for d in drawn]
     assert [label for label in marks[1] if label not in marks[0]] == [
@@ -532,7 +534,7 @@ def test_the_command(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (small / "gsm8k" / "fly-g10").mkdir()
     done = CliRunner().invoke(app, ["report", "eval"])
     assert done.exit_code == 0, done.output
-    assert done.stdout == "report.html: 4 runs, 4 tables; 3 figures and tables.md in report\n"
+    assert done.stdout == "report.html: 4 runs, 4 tables; 5 figures and tables.md in report\n"
     assert done.stderr == "selfjudge: left out eval/gsm8k/fly-g10: unfinished: it has no summary.json\n"
     done = CliRunner().invoke(app, ["report", "eval", "--json", "--out", "other.html"])
     rows = json.loads(done.stdout)
@@ -552,7 +554,7 @@ def test_tasks_whose_names_look_alike_stay_apart(tmp_path: Path) -> None:
         "task",
         "task--2",
     ]
-    assert len(set(found["figures"])) == len(found["figures"]) == 5
+    assert len(set(found["figures"])) == len(found["figures"]) == 9
     ids = [value for _, name, value in Page((tmp_path / "report.html").read_text()).attributes if name == "id"]
     assert len(ids) == len(set(ids))
 
@@ -640,6 +642,22 @@ def test_prices_are_a_curve_of_their_own(tmp_path: Path) -> None:
     assert (shown["exact"], shown["margin:0.5"]) == ("–", "1,234 / 0")
 
 
+def test_the_chart_of_same_answers(tmp_path: Path) -> None:
+    exact = samples([(13, 4)] * 4, [1, 1, 1, 0])
+    write_run(tmp_path, "gsm8k", "exact", 10, exact, None)
+    write_run(tmp_path, "gsm8k", "margin:1", 10, samples([(13, 3)] * 4, [1, 0, 1, 0]), exact)
+    write_run(tmp_path, "gsm8k", "margin:3", 10, samples([(13, 2)] * 4, [0, 0, 0, 0]), exact)
+    write_run(tmp_path, "gsm8k", "judged:F@j", 10, samples([(11, 2)] * 4, [1, 1, 0, 1]), exact)
+    (chart,) = make_charts(read_results([tmp_path]).runs, "agreement")
+    assert chart.title == "GSM8K, γ = 10: judged:F@j: +66.7 % m, 75.0 % the same"
+    series = {s.name: [(p.x, p.y) for p in s.points] for s in chart.series}
+    assert series == {
+        "exact": [(0, 100)],
+        "margin": [(pytest.approx(100 / 3), 50), (pytest.approx(100), 0)],
+        "judged@j": [(pytest.approx(200 / 3), 75)],
+    }
+
+
 def test_second_variants_of_a_rule_come_after_other_rules(tmp_path: Path) -> None:
     rows = samples([(11, 5), (11, 5)], [1, 0])
     write_run(tmp_path, "gsm8k", "exact", 10, rows, None)
@@ -655,7 +673,7 @@ def test_second_variants_of_a_rule_come_after_other_rules(tmp_path: Path) -> Non
     for rule in rules:
         write_run(tmp_path, "gsm8k", rule, 10, rows, rows)
     runs = read_results([tmp_path]).runs
-    (chart,) = make_trade_offs(runs)
+    (chart,) = make_charts(runs, "trade-off")
     assert len(chart.series) == 5
     assert {s.name.partition("@")[0].partition(", p")[0] for s in chart.series} == {
         "exact",

@@ -25,7 +25,7 @@ def test_the_files_beside_the_page(whole: tuple[Path, dict[str, Any]]) -> None:
     page, found = whole
     beside = page.with_suffix("")
     assert {f.name for f in beside.iterdir()} == {"tables.md", *found["figures"]}
-    assert len(found["figures"]) == len(set(found["figures"])) == 7  # the verdict, a chart a task
+    assert len(found["figures"]) == len(set(found["figures"])) == 13  # the verdict, two charts a task
     assert all((beside / name).read_bytes().startswith(b"\x89PNG") for name in found["figures"])
     tables = re.split(r"(?m)^## ", (beside / "tables.md").read_text())[1:]
     assert len(tables) == len(found["tables"])

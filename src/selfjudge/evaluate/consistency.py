@@ -86,7 +86,8 @@ def load_classifier(name: str, device: torch.device | str = "cpu") -> Entails:
     )  # fmt: skip
 
     def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
-        found = classify([{"text": story, "text_pair": sentence} for story, sentence in pairs])
+        with quiet():  # on a GPU it advises to use data sets
+            found = classify([{"text": story, "text_pair": sentence} for story, sentence in pairs])
         shares = ({share["label"]: share["score"] for share in each} for each in found)
         return [p[entailed] - p[contradicted] for p in shares]
 

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -54,17 +55,13 @@ def find_substitutions(
     """(the target's choice, what was accepted instead, how often) in the first answers that have such a token, the most
     frequent first."""
     chosen = [i for i, answer in enumerate(answers) if "judge" in answer.origins][:SUBSTITUTION_ANSWERS]
-    traced = [token for i in chosen for token in answers[i].judged_tokens]
-    pairs = [(token.target_token, token.token) for token in traced]
+    pairs = [(token.target_token, token.token) for i in chosen for token in answers[i].judged_tokens]
     if pair.target_model.full_precision and chosen:
         encoded = pair.encode_many([prompts[i] for i in chosen])
         sequences = [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)]
-        pairs = [
-            (choice, token)
-            for i, seen in zip(chosen, compute_likelihoods(pair, sequences), strict=True)
-            for token, origin, choice in zip(answers[i].tokens, answers[i].origins, seen.choices, strict=True)
-            if origin == "judge" and choice != token
-        ]
+        seen = zip(chosen, compute_likelihoods(pair, sequences), strict=True)
+        columns = (zip(view.choices, answers[i].tokens, answers[i].origins, strict=True) for i, view in seen)
+        pairs = [(choice, token) for choice, token, origin in chain(*columns) if origin == "judge" and choice != token]
     text = {token: str(pair.tokenizer.decode([token])) for both in pairs for token in both}
     return [(text[choice], text[token], n) for (choice, token), n in Counter(pairs).most_common(KEPT_SUBSTITUTIONS)]
 

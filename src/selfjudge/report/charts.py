@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from selfjudge.report import records
-from selfjudge.report.formats import change, fixed, gain
+from selfjudge.report.formats import change, fixed, gain, points
 from selfjudge.report.records import EvalRun, Interval, group_by_task
 from selfjudge.report.tables import Row
 
@@ -50,30 +50,46 @@ class Chart:
         return f"{self.y} against {self.x}. {'; '.join(lines)}"
 
 
-def trade_off(name: str, title: str, series: Iterable[Series], measure: str = "the score", task: str = "") -> Chart:
-    """A chart of what rules cost against what they gain; `exact` is at the origin."""
-    return Chart(name, title, "gain in m against exact, %", f"change of {measure}, points", tuple(series), task, 0.0)
+@dataclass(frozen=True)
+class Kept:
+    """What a chart draws against the gain in m: what a rule keeps of `exact`, as keys of a row."""
+
+    title: str
+    value: str
+    interval: str
+    of_exact: float  # its value for `exact`
+
+    def describe(self, row: Row) -> str:
+        """What a rule gains, and what it keeps."""
+        kept = change(row["delta_score"], row["delta_ci"], row["few"])
+        if self is SAME_ANSWER:
+            kept = f"{points(row['agreement'])} % the same"
+        return f"{row['rule']}: {gain(row['m_ratio'])} m, {kept}"
+
+    def place(self, row: Row) -> Point:
+        """A rule; the judge's own thresholds have their names beside them."""
+        if row["m_ratio"] is None or row[self.value] is None:
+            return Point(0.0, self.of_exact, row["rule"])
+        tag = next((name for name in ("F", "R") if f":{name}@" in row["rule"]), "")
+        ends = None if row["few"] else row[self.interval]
+        interval = None if ends is None else (100 * ends[0], 100 * ends[1])
+        return Point(100 * (row["m_ratio"] - 1), 100 * row[self.value], self.describe(row), tag, interval)
+
+    def chart(self, name: str, title: str, series: Iterable[Series], task: str = "") -> Chart:
+        return Chart(name, title, "gain in m against exact, %", self.title, tuple(series), task, self.of_exact)
 
 
-def trade_off_point(row: Row) -> Point:
-    """The change of the score, paired with `exact`, against the gain in m; the judge's own thresholds have their names
-    beside them."""
-    if row["m_ratio"] is None or row["delta_score"] is None:
-        return Point(0.0, 0.0, row["rule"])
-    tag = next((name for name in ("F", "R") if f":{name}@" in row["rule"]), "")
-    interval = None if row["few"] or row["delta_ci"] is None else (100 * row["delta_ci"][0], 100 * row["delta_ci"][1])
-    return Point(100 * (row["m_ratio"] - 1), 100 * row["delta_score"], describe_trade_off(row), tag, interval)
+SCORE = Kept("change of the score, points", "delta_score", "delta_ci", 0.0)
+SAME_ANSWER = Kept("same answer, %", "agreement", "agreement_ci", 100.0)
+SECTIONS = {"trade-off": SCORE, "agreement": SAME_ANSWER}
 
 
-def describe_trade_off(row: Row) -> str:
-    return f"{row['rule']}: {gain(row['m_ratio'])} m, {change(row['delta_score'], row['delta_ci'], row['few'])}"
-
-
-def make_trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
+def make_charts(runs: Sequence[EvalRun], section: str) -> Iterable[Chart]:
     """A chart for each task at its usual γ: a line a method, a point a threshold.
 
     Tasks are left out where `exact` or every other method lacks the figures."""
-    paired = [r for r in runs if _has_trade_off(r)]
+    kept = SECTIONS[section]
+    paired = [r for r in runs if _is_paired(r, kept)]
     styles = {"exact": 0}  # the same in all charts
     for (pair, task), every in group_by_task(paired).items():
         gamma = records.usual_gamma(every)
@@ -83,21 +99,23 @@ def make_trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
             rows = {method: [r.row() for r in here if r.method == method] for method in methods}
             title, part = records.name_task(pair, task, runs)
             named = next((r.row() for r in here if r.method == methods[1] and r.is_named), rows[methods[1]][0])
-            heading = f"{title}, γ = {gamma}: {describe_trade_off(named)}"
-            name = records.slug("trade-off", part)
-            yield trade_off(name, heading, _draw_methods(rows, styles), here[0].measure, task)
+            heading = f"{title}, γ = {gamma}: {kept.describe(named)}"
+            yield kept.chart(records.slug(section, part), heading, _draw_methods(rows, styles, kept), task)
 
 
-def _has_trade_off(run: EvalRun) -> bool:
-    paired = run.name == "exact" or None not in (run.m_ratio, run.delta_score)
-    return paired and run.m is not None and run.name not in ("judge_only", "null")
+def _is_paired(run: EvalRun, kept: Kept) -> bool:
+    if run.m is None or run.name in ("judge_only", "null"):
+        return False
+    if kept is SAME_ANSWER and run.measure == records.MATCHING_WORDS:  # it is the score already
+        return False
+    return run.name == "exact" or None not in (run.m_ratio, getattr(run, kept.value))
 
 
-def _draw_methods(rows: Mapping[str, Sequence[Row]], styles: dict[str, int]) -> Iterator[Series]:
+def _draw_methods(rows: Mapping[str, Sequence[Row]], styles: dict[str, int], kept: Kept) -> Iterator[Series]:
     """A line for each method; one that has no style yet gets the next."""
     for method, own in rows.items():
-        points = sorted(map(trade_off_point, own), key=lambda point: point.x)
-        yield Series(method, styles.setdefault(method, len(styles)), tuple(points))
+        places = sorted(map(kept.place, own), key=lambda point: point.x)
+        yield Series(method, styles.setdefault(method, len(styles)), tuple(places))
 
 
 def _choose_methods(runs: Sequence[EvalRun]) -> list[str]:

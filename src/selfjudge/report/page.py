@@ -6,8 +6,9 @@ theme and the token viewer."""
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.charts import make_trade_offs
-from selfjudge.report.draw import PALETTE, draw
+from selfjudge.report.charts import SECTIONS, make_charts
+from selfjudge.report.draw import PALETTE, Drawing, draw
 from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
 from selfjudge.report.tables import make_tables, number_ids
 from selfjudge.report.verdict import make_verdict
@@ -37,9 +38,9 @@ def report(folders: Sequence[Path], out: Path) -> Content:
         raise SelfJudgeError(f"{beside} is where the figures go and holds other files: name another page with `out`")
     results = read_results(folders)
     tables, verdict = make_tables(results), make_verdict(results.runs)
-    trade_offs = make_trade_offs(results.runs)
-    charts = number_ids({"verdict": [verdict.chart] if verdict else [], "trade-off": trade_offs})
-    drawings = {chart.id: draw(chart) for section in charts.values() for chart in section}
+    by_task = {section: make_charts(results.runs, section) for section in SECTIONS}
+    charts = number_ids({"verdict": [verdict.chart] if verdict else [], **by_task})
+    drawings = {chart.id: draw(chart) for chart in chain.from_iterable(charts.values())}
     viewer = _viewer_data(results.runs)
     text = render(
         "report.html",
@@ -52,24 +53,29 @@ def report(folders: Sequence[Path], out: Path) -> Content:
         skipped=results.skipped,
         data=viewer,
     )
-    every = [table for section in tables.values() for table in section]
-    summary: Content = {
+    every = list(chain.from_iterable(tables.values()))
+    try:
+        _write_beside(beside, drawings, "\n".join(table.markdown() for table in every))
+        write_text(out, text)
+    except OSError as error:
+        raise SelfJudgeError(f"cannot write {out}: {error}") from None
+    return {
         "runs": len(results.runs),
         "figures": [f"{name}.png" for name in drawings],
         "left_out": [{"folder": place, "why": why} for place, why in results.skipped],
         "tables": {table.id: list(table.rows) for table in every},
     }
-    try:
-        beside.mkdir(parents=True, exist_ok=True)
-        for old in (*beside.glob("verdict*.png"), *beside.glob("trade-off*.png")):
+
+
+def _write_beside(folder: Path, drawings: Mapping[str, Drawing], tables: str) -> None:
+    """Write figures and tables; figures of an earlier report go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for section in ("verdict", *SECTIONS):
+        for old in folder.glob(f"{section}*.png"):
             old.unlink()
-        for name, drawing in drawings.items():
-            (beside / f"{name}.png").write_bytes(drawing.png)
-        write_text(beside / TABLES, "\n".join(table.markdown() for table in every))
-        write_text(out, text)
-    except OSError as error:
-        raise SelfJudgeError(f"cannot write {out}: {error}") from None
-    return summary
+    for name, drawing in drawings.items():
+        (folder / f"{name}.png").write_bytes(drawing.png)
+    write_text(folder / TABLES, tables)
 
 
 def render(template: str, **values: Any) -> str:

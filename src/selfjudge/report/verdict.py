@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from selfjudge.report.charts import FIRST, Chart, Series, describe_trade_off, trade_off, trade_off_point
+from selfjudge.report.charts import FIRST, SCORE, Chart, Series
 from selfjudge.report.formats import Sentences, show_count
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
 from selfjudge.report.tables import Row, average_row
@@ -36,8 +36,8 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     if not others or exact[0].name != "exact":
         return None
     rows = list(map(average_row, [exact, *others]))
-    series = (Series(row["rule"], style, (trade_off_point(row),)) for style, row in enumerate(rows))
-    chart = trade_off("verdict", describe_trade_off(rows[1]), series)
+    series = (Series(row["rule"], style, (SCORE.place(row),)) for style, row in enumerate(rows))
+    chart = SCORE.chart("verdict", SCORE.describe(rows[1]), series)
     n = show_count(sum(run.n for run in exact), "prompt")
     where = f"{', '.join(map(task_title, tasks))}, γ = {gamma}{f', {pair}' if len(counts) > 1 else ''}; {n}"
     sentences = _describe(rows[1:], where, sum(run.score for run in exact) / len(exact))
