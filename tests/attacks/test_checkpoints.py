@@ -151,7 +151,7 @@ def test_a_constant_judge_comes_back(tmp_path: Path, probability: float) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop("proj_in.scale"), "cannot read the draft"),
+        (lambda tensors: tensors.pop("proj_in.scale"), "cannot read the weights"),
         (lambda tensors: tensors["proj_in.scale"].fill_(torch.nan), "not finite"),
         (lambda tensors: tensors.pop("model.norm.weight"), "is damaged"),
         (lambda tensors: tensors.update(stranger=torch.ones(2)), "is damaged"),

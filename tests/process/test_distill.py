@@ -27,9 +27,10 @@ from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, teacher
 from selfjudge.distill.student import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.convert import draft_model, read_compact, shipped_draft
+from selfjudge.models.convert import draft_model, shipped_draft
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
+from selfjudge.models.weights import read_packed
 from selfjudge.prompts.sources import Source
 from selfjudge.store import read_tensors, sha256, write_tensors
 from selfjudge.types import Notify
@@ -363,7 +364,7 @@ def test_int8_rows_are_off_by_half_a_step_at_most(tmp_path: Path, magnitude: flo
     matrix[7] = 0
     vector = torch.randn(300)
     size = pack_student({"m": matrix, "v": vector}, {"model_type": "llama"}, tmp_path)
-    found = read_compact(tmp_path)
+    found = read_packed(tmp_path)
     step = matrix.abs().amax(1, keepdim=True) / 127
     assert ((found["m"] - matrix).abs() <= 0.501 * step + 127 * step * 2**-11 + 1e-12).all()
     assert (found["m"][7] == 0).all()
@@ -407,6 +408,6 @@ def test_a_damaged_compact_draft_is_named(tmp_path: Path) -> None:
     pack_student(student.tensors(), student.raw, tmp_path)
     (tmp_path / "draft.safetensors").write_bytes((tmp_path / "draft.safetensors").read_bytes()[:-100])
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(SelfJudgeError, match=r"cannot read|does not exist") as caught:
+        with pytest.raises(SelfJudgeError, match=r"cannot read|has no model") as caught:
             shipped_draft(folder, target)
         assert "\n" not in str(caught.value)

@@ -198,9 +198,9 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         ("norm.weight", None, "Missing key"),
         ("norm.weight", np.full(32, np.nan, np.float16), "not finite"),
         ("fc.weight.scale", np.full((32, 3), np.inf, np.float16), "not finite"),
-        ("fc.weight.scale", np.ones((32, 2), np.float16), "cannot read the head"),
+        ("fc.weight.scale", np.ones((32, 2), np.float16), "cannot read the weights"),
         ("extra", np.ones(3, np.float32), "Unexpected key"),
-        ("fc.weight.scale", None, "cannot read the head"), ("fc.weight", np.zeros((5, 5), np.int8), "cannot read the head"),
+        ("fc.weight.scale", None, "cannot read the weights"), ("fc.weight", np.zeros((5, 5), np.int8), "cannot read the weights"),
         ("draft_ids", np.zeros(12, np.int32), "different token ids"),
         ("draft_ids", np.arange(50, 62, dtype=np.int32), "below 61"),
         ("draft_ids", np.arange(-1, 11, dtype=np.int32), "different token ids"),
@@ -374,7 +374,7 @@ def test_weights_that_are_not_there_or_cut_short(tmp_path: Path) -> None:
     write_head(random_head(target), tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(SelfJudgeError, match="cannot read the head in"):
+    with pytest.raises(SelfJudgeError, match="cannot read the weights in"):
         read_head(tmp_path, target)
     file.unlink()
     with pytest.raises(SelfJudgeError, match=r"has no model\.safetensors"):

@@ -36,8 +36,8 @@ from selfjudge.models.gguf import (
     tensor_order,
 )
 from selfjudge.models.shape import describe, head_width
-from selfjudge.models.weights import check_finite
-from selfjudge.store import quiet_hub, read_json, read_tensors, scratch
+from selfjudge.models.weights import check_finite, read_packed
+from selfjudge.store import quiet_hub, read_json, scratch
 from selfjudge.types import Tell, ignore
 
 if TYPE_CHECKING:
@@ -171,24 +171,6 @@ def finish_gguf(writer: GGUFWriter) -> None:
     writer.close()
 
 
-def read_compact(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a compact draft, in float32."""
-    file = folder / "draft.safetensors"
-    packed = {name: torch.from_numpy(array) for name, array in read_tensors(file)[0].items()}
-    try:
-        tensors = {
-            name: tensor.float() * packed[f"{name}.scale"].float()[:, None]
-            if tensor.dtype == torch.int8
-            else tensor.float()
-            for name, tensor in packed.items()
-            if not name.endswith(".scale")
-        }
-    except (KeyError, IndexError, RuntimeError) as error:  # scales are missing, or of other shapes
-        raise SelfJudgeError(f"cannot read the draft in {folder}: {first_line(error)}") from None
-    check_finite(tensors.items(), file)
-    return tensors
-
-
 def save_draft(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a draft with its target's tokenizer as a checkpoint, each file whole."""
     with quiet(), scratch(folder / ".making") as making:  # a kill leaves what safetensors had begun
@@ -200,8 +182,10 @@ def save_draft(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 def shipped_draft(compact: Path, target: PreTrainedModel | GgufFile) -> PreTrainedModel:
     """The draft in a folder of layers and projections, whose embeddings are the target's own matrices times these."""
+    tensors = read_packed(compact)
+    check_finite(tensors.items(), compact)
     try:
-        return draft_model(read_compact(compact), read_json(compact / "config.json"), target)
+        return draft_model(tensors, read_json(compact / "config.json"), target)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:  # other names or shapes than the config's
         raise SelfJudgeError(f"the draft in {compact} is damaged: {first_line(error)}") from None
 

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, decoder_layers
 from selfjudge.models.shape import ROTARY
-from selfjudge.models.weights import check_finite, dequantise, unpack_six
+from selfjudge.models.weights import check_finite, read_packed
 from selfjudge.store import read_json, whole_tensors, write_json
 from selfjudge.store.artefacts import HeadFile, HeadShape
 from selfjudge.store.schema import conform
@@ -53,7 +52,7 @@ def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str
 def read_head(folder: Path, target: PreTrainedModel) -> EagleHead:
     """The head of a folder, in float32, not bound yet; a damaged one, or one of another shape, is refused."""
     config, record = read_shape(folder, target)
-    tensors = _read_tensors(folder)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in read_packed(folder).items()}
     ids, order = _draft_ids(tensors, config, folder)
     output, embedding = tensors.pop("lm_head.weight", None), tensors.pop("embed_tokens.weight", None)
     for name, tensor, rows in (
@@ -125,29 +124,6 @@ def _check_shape(config: EagleConfig, file: Path) -> None:
     for name, (value, bad) in wrong.items():
         if bad:
             raise SelfJudgeError(f"{file}: a head cannot have {name} {value}")
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor by our names; floats, and what stands for them in a compact head, in float32."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise SelfJudgeError(f"{folder} has no model.safetensors: heads are read in this format alone")
-    stored: dict[str, Tensor] = {}
-    tensors: dict[str, Tensor] = {}
-    try:
-        for file in files:
-            stored |= load_file(file)
-        for name, tensor in stored.items():
-            if tensor.dtype in (torch.int8, torch.uint8):
-                values = unpack_six(tensor) if tensor.dtype == torch.uint8 else tensor
-                tensors[name] = dequantise(values, stored[f"{name}.scale"])
-            elif not name.endswith(".scale"):
-                tensors[name.replace("midlayer.", "layers.0.")] = (
-                    tensor.float() if tensor.is_floating_point() else tensor
-                )
-    except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
-        raise SelfJudgeError(f"cannot read the head in {folder}: {first_line(error)}") from None
-    return tensors
 
 
 def _draft_ids(tensors: dict[str, Tensor], config: EagleConfig, folder: Path) -> tuple[Tensor, Tensor]:

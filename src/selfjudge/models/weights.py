@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 
 GROUP = 32  # weights per scale of int8, as in engine/cpu/blocks.h
 DERIVED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -56,7 +58,9 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(values: Tensor, scale: Tensor) -> Tensor:
-    """[N, K] in float32 from what `quantise` gives."""
+    """[N, K] in float32 from what `quantise` gives, or from a scale [N] of each row."""
+    if scale.dim() == 1:
+        return values.float() * scale.float()[:, None]
     return values.float() * scale.float().repeat_interleave(GROUP, 1)[:, : values.shape[1]]
 
 
@@ -65,3 +69,25 @@ def unpack_six(packed: Tensor) -> Tensor:
     x, y, z = packed.short().view(len(packed), -1, 3).unbind(-1)
     four = [x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2]
     return (torch.stack(four, -1) - 32).to(torch.int8).flatten(1)
+
+
+def read_packed(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the safetensors files in a folder, floats in float32.
+
+    Packed as in drafts that ship, a matrix is int8, or six bits in uint8, and has scales beside it (`NAME.scale`)."""
+    stored: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            stored |= load_file(file)
+        for name, tensor in stored.items():
+            if tensor.dtype in (torch.int8, torch.uint8):
+                values = unpack_six(tensor) if tensor.dtype == torch.uint8 else tensor
+                tensors[name] = dequantise(values, stored[f"{name}.scale"])
+            elif not name.endswith(".scale"):
+                tensors[name] = tensor.float() if tensor.is_floating_point() else tensor
+    except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
+        raise SelfJudgeError(f"cannot read the weights in {folder}: {first_line(error)}") from None
+    if not stored:
+        raise SelfJudgeError(f"{folder} has no model.safetensors: weights of a draft are read in this format alone")
+    return tensors
