@@ -192,7 +192,7 @@ class Study:
         tasks, gammas = list(self.examples), [int(gamma) for gamma in self.o.gammas.split(",")]
         cells = []
         for gamma in gammas:
-            for run in self.plan_rules(("exact", NULL, *self.o.rules.split()), gamma):
+            for run in self.plan_rules(("exact", *self.o.rules.split(), NULL), gamma):
                 for task in tasks:
                     cell = Cell("quality", task, run.name, gamma, run.batch(self.o.batch))
                     order = tasks.index(task) >= FIRST, run.judge is not None, gammas.index(gamma)
