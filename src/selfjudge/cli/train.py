@@ -132,15 +132,9 @@ def distill(
         check_readable(config.sources, data)
 
     pair = models.load(needs_draft=False, full_precision=True)
-    slow = pair.target.device.type == "cpu" and not config.prompts
-    hints = ["on a CPU so many answers take hours; docs/distill.md has a small first try"] if slow else []
+    if pair.target.device.type == "cpu" and not config.prompts:
+        warn("on a CPU so many answers take hours; docs/distill.md has a small first try")
     with Progress(resume="the same command goes on from here") as update:
-
-        def notify(stage: str, share: float) -> None:
-            while hints:  # said when work begins, not before a refusal
-                warn(hints.pop())
-            update(stage, share)
-
-        result = distilling.distill_draft(pair, out, config, data=data, notify=notify)
+        result = distilling.distill_draft(pair, out, config, data=data, notify=update)
     yield result
     print_text("draft", out=out, **{**result, "target": target})
