@@ -10,7 +10,6 @@ import re
 import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,12 +239,12 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
     assert make_verdict([r for r in runs if r.name != "exact"]) is None
     assert make_verdict([r for r in runs if r.name == "exact"]) is None
     assert make_verdict([]) is None
-    lossy = [r if r.name == "exact" else replace(r, delta_score=-0.1, delta_ci=(-0.12, -0.08)) for r in runs]
+    lossy = [r if r.name == "exact" else r.change(delta_score=-0.1, delta_ci=(-0.12, -0.08)) for r in runs]
     assert "Every one of them loses measurably" in make_verdict(lossy).sentences[2]
-    unsure = [r if r.name == "exact" else replace(r, delta_ci=(-0.5, 0.5), m_ratio_ci=(0.5, 9.0)) for r in runs]
+    unsure = [r if r.name == "exact" else r.change(delta_ci=(-0.5, 0.5), m_ratio_ci=(0.5, 9.0)) for r in runs]
     assert "(not shown to be a gain) tokens per target pass" in make_verdict(unsure).sentences[0]
     assert "; the score: no change shown (" in make_verdict(unsure).sentences[0]
-    poor = make_verdict([replace(r, score=0.01) for r in lossy]).sentences
+    poor = make_verdict([r.change(score=0.01) for r in lossy]).sentences
     assert poor[0] == "There is little to lose here: exact itself scores 1.0 of 100 points."
     assert poor[1].startswith("judged:R@selfjudge yields")
     text = whole[0].read_text()
@@ -260,9 +259,9 @@ def test_few_prompts_are_said_to_be_few(small: Path) -> None:
         "Only 6 prompts are scored: up to 39 points may be lost even where no answer changed."
     )
     for scored, said in ((0, "No prompt is scored: nothing is known"), (1, "Only 1 prompt is scored: up to 95 points")):
-        less = make_verdict([replace(r, n=scored, n_scored=scored) for r in runs if r.task == runs[0].task])
+        less = make_verdict([r.change(n=scored, n_scored=scored) for r in runs if r.task == runs[0].task])
         assert less.warning.startswith(said)
-    runs = [r if r.name == "exact" else replace(r, delta_score=0.0, delta_ci=(0.0, 0.0)) for r in runs]
+    runs = [r if r.name == "exact" else r.change(delta_score=0.0, delta_ci=(0.0, 0.0)) for r in runs]
     found = make_verdict(runs)
     assert "the score: too few prompts to tell (+0.0 points)" in found.sentences[0]
     assert found.chart.title == "judged:F@j: +25.0 % m, too few prompts to tell"
@@ -272,18 +271,18 @@ def test_few_prompts_are_said_to_be_few(small: Path) -> None:
     assert all(
         p.interval is None for c in (found.chart, *make_charts(runs, "trade-off")) for s in c.series for p in s.points
     )
-    many = make_verdict([replace(r, n_scored=40) for r in runs])
+    many = make_verdict([r.change(n_scored=40) for r in runs])
     assert "the score: no change shown (+0.0 [+0.0, +0.0] points)" in many.sentences[0]
     assert many.sentences[-1] == "No loss is shown for judged:F@j; that is not a proof that nothing is lost."
     assert many.chart.title == "judged:F@j: +25.0 % m, no change shown"
-    partly = make_tables(Results(tuple(replace(r, n_scored=r.n - 1) for r in runs), ()))["task"][0].markdown()
+    partly = make_tables(Results(tuple(r.change(n_scored=r.n - 1) for r in runs), ()))["task"][0].markdown()
     assert f"{runs[0].n} {runs[0].n - 1} scored" in partly
 
 
 def test_what_loses_much_is_in_view(whole: tuple[Path, dict[str, Any]]) -> None:
     runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
     topk = next(r for r in runs if r.name == "topk")
-    below = replace(topk, rule="topk:9", m_ratio=9.0, delta_score=-0.6, delta_ci=None)
+    below = topk.change(rule="topk:9", m_ratio=9.0, delta_score=-0.6, delta_ci=None)
     charts = next(iter(make_charts(runs, "trade-off"))), next(iter(make_charts([*runs, below], "trade-off")))
     drawn = [ET.fromstring(draw(chart).svg) for chart in charts]
     marks = [[t.text for use in d.iter("use") for t in use.iter("title")] for d in drawn]

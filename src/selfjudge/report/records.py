@@ -6,7 +6,7 @@ out. Tasks come as in the paper, rules from lossless to boldest. A task is shown
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,75 +24,47 @@ MATCHING_WORDS = "matching words"
 """The measure of a task without reference answers: the share of words in common with `exact`."""
 
 
+ABSENT = {"pair": "–", "measure": "score", "scores": {}, "delta_scores": {}, "delta_scores_ci": {}, "substitutions": ()}
+ABSENT |= dict.fromkeys(("judge", "judge_id", "busy", *PROVENANCE), "")
+"""What stands for keys that a summary does not have, where that is not None."""
+
+
 @dataclass(frozen=True)
 class EvalRun:
     """One task decoded by one rule at one γ: the `summary.json` of eval, and answers. Scores are shares.
 
-    Fields have the names of the summary's keys."""
+    Keys of the summary (`EvaluationSummary` in store/formats.json) are attributes; `PROVENANCE` is text."""
 
     folder: Path
-    task: str
-    rule: str  # the rule as given, with its judge: `judged:F@selfjudge`
-    gamma: int
-    n: int
-    score: float
-    n_scored: int | None = None  # examples that have an answer to be scored against; None in results that do not say
-    pair: str = "–"
-    judge: str = ""
-    judge_id: str = ""
-    measure: str = "score"
-    score_ci: Interval | None = None
-    scores: Mapping[str, float] = field(default_factory=dict)
-    delta_score: float | None = None
-    delta_ci: Interval | None = None
-    delta_scores: Mapping[str, float] = field(default_factory=dict)
-    """Changes of the measures besides the task's main one."""
-    delta_scores_ci: Mapping[str, Interval] = field(default_factory=dict)
-    agreement: float | None = None
-    agreement_ci: Interval | None = None
-    lost: int | None = None  # number of examples that score less than with `exact`
-    gained: int | None = None
-    mean_accepted_length: float | None = None
-    delta_m: float | None = None
-    delta_m_ci: Interval | None = None
-    m_ratio: float | None = None
-    m_ratio_ci: Interval | None = None
-    drafts_accepted: float | None = None
-    judged_share: float | None = None
-    tokens_per_second: float | None = None
-    busy: str = ""  # why its speed is not reliable; empty where it is
-    extraction_failures: float | None = None
-    cut_off: float | None = None
-    threshold: float | None = None
-    batch: int | None = None
-    max_new_tokens: int | None = None
-    substitutions: tuple[tuple[str, str, int], ...] = field(default=(), repr=False)
-    """(the target's choice, the token taken, how often)"""
-    machine: str = ""
-    dtype: str = ""
-    versions: str = ""
-    date: str = ""
-    commit: str = ""
+    summary: Mapping[str, Any] = field(repr=False)
     examples: tuple[AnswerExample, ...] = field(default=(), repr=False)  # answers for the token viewer
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in EvaluationSummary.__annotations__:
+            raise AttributeError(name)
+        return self.summary.get(name, ABSENT.get(name))
+
+    def change(self, **values: Any) -> "EvalRun":
+        return replace(self, summary={**self.summary, **values})
+
     @property
-    def m(self) -> float | None:
+    def m(self) -> Any:
         return self.mean_accepted_length
 
     @property
     def scored(self) -> int:
         """Examples that are scored, or compared with `exact` where no answer is known."""
-        return self.n_scored or self.n
+        return int(self.n_scored or self.n)
 
     @property
     def name(self) -> str:
         """The rule without options: `judged`."""
-        return re.split("[:@]", self.rule, maxsplit=1)[0]
+        return str(re.split("[:@]", self.rule, maxsplit=1)[0])
 
     @property
     def option(self) -> str:
         """The rule's options as given: `F`, `0.35`, `2`; empty where there are none."""
-        return self.rule.partition("@")[0].partition(":")[2]
+        return str(self.rule).partition("@")[0].partition(":")[2]
 
     @property
     def method(self) -> str:
@@ -121,8 +93,7 @@ class EvalRun:
 
     def row(self) -> dict[str, Any]:
         """The run as a row of a table."""
-        hidden = ("folder", "examples", *PROVENANCE)
-        row = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
+        row = {name: getattr(self, name) for name in EvaluationSummary.__annotations__ if name not in PROVENANCE}
         return row | {"method": self.method, "few": self.scored < FEWEST_SCORED}
 
 
@@ -188,7 +159,7 @@ def group_by_task(runs: Iterable[EvalRun]) -> dict[tuple[str, str], list[EvalRun
 
 def usual_gamma(runs: Iterable[EvalRun]) -> int:
     """The γ that most runs have; the larger of two."""
-    counts = Counter(run.gamma for run in runs)
+    counts = Counter(int(run.gamma) for run in runs)
     return max(counts, key=lambda gamma: (counts[gamma], gamma))
 
 
@@ -266,7 +237,7 @@ def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
             words = [f"{size[0]:,} examples"] if len({n for n, _ in known}) > 1 else []
             words += [f"{size[1]:,} tokens"] if len({tokens for _, tokens in known}) > 1 else []
             changes["task"] = f"{run.task}{VARIANT}{', '.join(words)}"
-        yield replace(run, **changes)
+        yield run.change(**changes)
 
 
 def _read_run(file: Path, content: Content) -> EvalRun:
@@ -274,14 +245,10 @@ def _read_run(file: Path, content: Content) -> EvalRun:
     kept = file.with_name("examples.jsonl")
     examples: Any = read_rows(kept, AnswerExample) if kept.exists() else ()
     content = _with_score(file, conform(content, EvaluationSummary, file))
-    names = {f.name for f in fields(EvalRun)}
-    known = {key: value for key, value in content.items() if key in names and value is not None}
+    known = {key: value for key, value in content.items() if value is not None}
     known |= {key: tuple(value) for key, value in known.items() if isinstance(value, list)}
-    return EvalRun(
-        **known | {"substitutions": tuple(map(tuple, content.get("substitutions") or ()))} | _provenance(content),
-        folder=file.parent,
-        examples=tuple(examples),
-    )
+    known["substitutions"] = tuple(map(tuple, content.get("substitutions") or ()))
+    return EvalRun(file.parent, known | _provenance(content), tuple(examples))
 
 
 def _with_score(file: Path, content: Content) -> Content:
