@@ -71,7 +71,7 @@ bench: .venv/.installed
 # the site, into site/; a link that leads nowhere ends it
 docs: .venv/.installed
 	for page in cli formats; do $(BIN)/python docs/make_$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md || exit 1; done
-	$(BIN)/python docs/make_pages.py
+	$(BIN)/python docs/make_pages.py && $(BIN)/python docs/make_parameters.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 INSTALL = $(UV) pip install $(if $(MAKE_TERMOUT),,--quiet)

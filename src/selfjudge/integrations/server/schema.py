@@ -19,7 +19,7 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.store import read_asset
 
 _FIELDS = json.loads(read_asset(__package__, "openai.json"))
-IGNORED: list[str] = _FIELDS["ignored"]  # fields of OpenAI's API that are accepted and change nothing
+IGNORED: dict[str, str] = _FIELDS["ignored"]  # fields of OpenAI's API that are accepted and change nothing, and why
 UNSUPPORTED: dict[str, list[Any]] = _FIELDS["unsupported"]
 """Fields that are not supported, and the values at which they change nothing."""
 COMPLAINTS: dict[str, str] = _FIELDS["complaints"]

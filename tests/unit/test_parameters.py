@@ -1,0 +1,59 @@
+"""Every parameter of OpenAI's two endpoints works, is refused by name, or is said to have no effect; the page says which."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfjudge.integrations.asgi import RefusedError
+from selfjudge.integrations.server.schema import IGNORED, UNSUPPORTED, ChatRequest, TextRequest
+
+TABLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_parameters.py"))
+CHAT = {"messages": [{"role": "user", "content": "w1"}]}
+TEXT = {"prompt": "w1"}
+BOTH: dict[str, Any] = {
+    "frequency_penalty": 0.5, "ignore_eos": True, "logit_bias": {"5": 1}, "max_completion_tokens": 3, "max_tokens": 3, "min_p": 0.1,
+    "min_tokens": 2, "model": "x", "n": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1, "seed": 1, "selfjudge": {"off": True},
+    "stop": ["w9"], "stop_token_ids": [5], "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.5, "top_k": 3,
+    "top_p": 0.5,
+}  # fmt: skip
+VALUES: dict[type, dict[str, Any]] = {
+    ChatRequest: {**BOTH, **CHAT, "logprobs": True, "top_logprobs": 3, "chat_template_kwargs": {"shout": True}},
+    TextRequest: {**BOTH, "logprobs": 3, "echo": True, "prompt": ["w1", "w2"]},
+}
+"""A value that is not the default, for each parameter that works."""
+NEEDS = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+
+
+def test_the_page_holds_the_table() -> None:
+    """If it fails: `python docs/make_parameters.py`."""
+    assert TABLE["MARKS"].search(TABLE["PAGE"].read_text())[0] == TABLE["table"]()
+
+
+def test_every_parameter_of_openai_is_decided() -> None:
+    known = {*VALUES[ChatRequest], *VALUES[TextRequest], *UNSUPPORTED, *IGNORED}
+    assert TABLE["openai_parameters"]() <= known == {*TABLE["all_parameters"]()}
+    assert not {*UNSUPPORTED} & {*IGNORED}
+    assert not {*UNSUPPORTED, *IGNORED} & {*ChatRequest.model_fields, *TextRequest.model_fields}
+
+
+@pytest.mark.parametrize(("kind", "least"), [(ChatRequest, CHAT), (TextRequest, TEXT)])
+def test_what_works_is_read_and_has_no_effect_where_it_says_so(kind: Any, least: dict[str, Any]) -> None:
+    assert VALUES[kind].keys() == kind.model_fields.keys()
+    default = kind.model_validate(least)
+    for name, value in VALUES[kind].items():
+        body = kind.model_validate({**least, **NEEDS.get(name, {}), name: value})
+        assert getattr(body, name) is not None
+        assert name == "messages" or getattr(body, name) != getattr(default, name)
+        kind.model_validate({**least, name: None}) if name not in ("messages", "prompt", *NEEDS) else None
+    for name in IGNORED:
+        assert kind.model_validate({**least, name: "x"}) == default
+    for name, neutral in UNSUPPORTED.items():
+        for value in (None, *neutral):
+            assert kind.model_validate({**least, name: value}) == default
+        with pytest.raises(RefusedError) as refused:
+            kind.model_validate({**least, name: {"other": 1}})
+        assert refused.value.body["error"]["param"] == name
