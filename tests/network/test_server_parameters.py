@@ -31,7 +31,7 @@ def pair(endless: list[str]) -> Pair:
 
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server], endless: list[str]) -> Server:
-    return start(*endless, "--max-batch", "4", "--max-tokens", "2000")
+    return start(*endless, "--max-batch", "4", "--max-queue", "64", "--max-tokens", "2000")
 
 
 def chat(server: Server, prompt: str = "w1 w2", **options: Any) -> Any:
