@@ -23,6 +23,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, Margin
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, parse_object, target_sha256
@@ -101,6 +102,20 @@ def test_nothing_said_is_exact_and_a_request_may_still_ask_the_judge(additional:
     assert lossless.default is None
     assert said(lossless.requested({"selfjudge": {"quality": 0.9}})) == ("judged", 0.4, 0)
     assert said(lossless.requested({"selfjudge": {"price": 0.1}})) == ("judged", 0.1, 0)
+
+
+def test_a_request_may_loosen_the_guards_that_a_recipe_names_in_its_rule(tiny_pair: Pair) -> None:
+    """In vLLM's worker as in our server."""
+    resolved = "margin:threshold=0.5,guard=True,strict_start=16,strict_code=True"
+    inside, served = rules({"rule": resolved}), Rules(tiny_pair, None, RuleRequest(resolved))
+    for options, wanted in (
+        ({"strict_start": 0}, (0, True)),
+        ({"strict_code": False}, (16, False)),
+        ({"rule": "topk:3", "strict_start": 4}, (4, True)),
+    ):
+        for rule in (inside.requested({"selfjudge": options}), served.choose(RuleRequest(**options)).rule):
+            assert rule is not None
+            assert (rule.strict_start, rule.strict_code) == wanted
 
 
 def test_a_judge_that_ships_does_not_make_the_rule(no_pull: None) -> None:
