@@ -74,8 +74,8 @@ def cycles(
         make_engine(target, hidden=rule.judge is not None, features=as_draft(draft).features, kind=kind),
         make_draft(draft, target, kind=kind),
     )
-    random = RandomNumbers(rule.sampling is not None, target.device)
-    random.enter(range(len(prompts)) if seeds is None else seeds)
+    random, given = RandomNumbers(target.device), range(len(prompts)) if seeds is None else seeds
+    random.enter(given if rule.sampling is not None else [None] * len(prompts))
     counts = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     width = int(counts.max())
     padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)

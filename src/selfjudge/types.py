@@ -152,6 +152,7 @@ class Block:
     spent: Tensor | None = None  # [B] what each answer has spent so far, under rules with a budget; None: nothing
     exact_only: Tensor | None = None
     """[B, γ] where alignment alone decides, by a guard of the whole answer; None: nowhere."""
+    settings: Tensor | None = None  # [B, SETTINGS] what each row asks, where rows have rules of their own
 
     @property
     def gamma(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import tiny_model
-from selfjudge.decoding import loop
+from selfjudge.decoding import batch_gamma, loop
 from selfjudge.decoding.admission import Request
 from selfjudge.decoding.costs import (
     CONTRADICTION,
@@ -159,7 +159,7 @@ def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
     busy: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop.LoadWatch, "describe", lambda self: "this machine is busy" if busy else "")
-    monkeypatch.setattr(loop, "MEASURE_SECONDS", math.inf)
+    monkeypatch.setattr(batch_gamma, "MEASURE_SECONDS", math.inf)
     lent, request = engines(), [Request([5, 6, 7], 12)]
     torch.manual_seed(0)
     plain = [t for step in decode(engines(), request, EXACT, gamma=0) for e in step.emissions for t in e.tokens]

@@ -168,7 +168,7 @@ def test_a_relaxed_rule_never_accepts_a_forbidden_draft(kind: str) -> None:
 def test_rows_that_share_their_tokens_do_not_while_one_has_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GammaController, "shares", lambda self, rows: rows > 1)
     monkeypatch.setattr(GammaController, "choose", lambda self, rows, behind=0, live=None: 2)
-    monkeypatch.setattr(loop._LiveBatch, "_capture_choices", lambda self, controller: None)
+    monkeypatch.setattr(loop.BatchGamma, "capture_choices", lambda self, rows, controller: None)
     sizes: list[CycleSize] = []
     run = Cycle.run
 

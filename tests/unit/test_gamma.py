@@ -272,7 +272,7 @@ def _answers(choice: RequestGamma, share: float, rows: int, cycles: int = 60) ->
         gammas = np.full(rows, choice.choose(rows))
         stands = random.random((rows, max(1, gammas[0]))) < share
         accepted = np.minimum(stands.cumprod(1).sum(1), gammas)
-        choice.observe(accepted, gammas, int(gammas[0]), {"target": 1.0}, blocks)
+        choice.observe(accepted, gammas, blocks)
 
 
 @pytest.mark.parametrize("rows", [1, 8])

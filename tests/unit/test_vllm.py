@@ -21,6 +21,7 @@ from conftest import tiny_head, tiny_model
 from selfjudge.cli.main import main
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, Margin
+from selfjudge.decoding.rules_by_row import encode
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.rules import Rules
@@ -29,7 +30,7 @@ from selfjudge.integrations.vllm.approval import MARK, Approval
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, parse_object, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts
 from selfjudge.integrations.vllm.label import outline_pair
-from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan, encode
+from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan
 from selfjudge.integrations.vllm.serve import RUNNER, choose_runner
 from selfjudge.integrations.vllm.signatures import adapter_of
 from selfjudge.judge.config import FEATURES, JudgeConfig

@@ -15,6 +15,7 @@ from selfjudge.decoding.cycle import CycleOutcome
 from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.gamma import LiveRows
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rules_by_row import find_level
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA, Emission, Finish, Gamma, Origin, TokenColumn
@@ -30,6 +31,9 @@ class Request(NamedTuple):
     """Whether the prompt asks for code or another structure: rules with that guard verify the whole answer exactly."""
     ignore_eos: bool = False  # whether the answer goes on after an end token
     edits: RowEdits = ()  # what reads or changes the logits of this answer; they are for one request alone
+    rule: AcceptanceRule | None = None  # its own rule, where those of the batch are `RowRules`; `exact` if not given
+    gamma: Gamma | None = None  # its own γ there
+    trace: bool = True  # whether to say what the target wanted at judged tokens, if the batch does
 
 
 @dataclass
@@ -59,20 +63,23 @@ class BatchRows:
     counts: NDArray[np.float64]  # as in `RowBlocks`
     run: NDArray[np.int64]  # as in `RowBlocks`
     endless: NDArray[np.bool_]  # whether end tokens are ignored
-    edits: NDArray[np.object_]  # `RowEdits` of each row
+    requests: NDArray[np.object_]  # what each row answers; None of idle rows
+    needs: NDArray[np.int64]  # [B, 3] of each row: its rule's level (`RowRules`), whether it is traced, has edits
 
     @classmethod
-    def new(
-        cls, numbers: Sequence[int], limits: Sequence[int], gamma: int = -1, edits: Sequence[RowEdits] = ()
-    ) -> BatchRows:
-        """Rows with these numbers and token limits; idle ones are finished from the start."""
-        index = np.array(numbers, np.int64)
-        counts, objects = np.zeros((len(index), BLOCK_COUNTS)), np.empty(len(index), object)
-        objects.fill(())
-        for row, own in enumerate(edits):
-            objects[row] = own
-        limited, chosen, none = np.array(limits, np.int64), np.full_like(index, gamma), np.zeros_like(index)
-        return cls(index, limited, index < 0, chosen, counts, none, none.astype(np.bool_), objects)
+    def new(cls, numbers: Sequence[int], requests: Sequence[Request | None], gamma: int = -1) -> BatchRows:
+        """Rows with these numbers and requests; idle ones are finished from the start. A request's own γ goes before
+        `gamma`."""
+        index, objects = np.array(numbers, np.int64), np.empty(len(numbers), object)
+        for row, request in enumerate(requests):  # numpy would make a table of them
+            objects[row] = request
+        left = np.array([1 if request is None else request.max_new_tokens for request in requests], np.int64)
+        given = [None if request is None else request.gamma for request in requests]
+        gammas = np.array([own if isinstance(own, int) else gamma for own in given], np.int64)
+        endless = np.array([request is not None and request.ignore_eos for request in requests], np.bool_)
+        needs = np.array([_list_needs(request) for request in requests], np.int64).reshape(-1, 3)
+        counts, run = np.zeros((len(index), BLOCK_COUNTS)), np.zeros_like(index)
+        return cls(index, left, index < 0, gammas, counts, run, endless, objects, needs)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -96,7 +103,8 @@ class BatchRows:
 
     @property
     def _columns(self) -> tuple[NDArray[Any], ...]:
-        return self.index, self.left, self.finished, self.gamma, self.counts, self.run, self.endless, self.edits
+        state = self.index, self.left, self.finished, self.gamma, self.counts, self.run, self.endless
+        return *state, self.requests, self.needs
 
     @property
     def blocks(self) -> RowBlocks:
@@ -109,11 +117,17 @@ class BatchRows:
         return LiveRows(RowBlocks(self.counts[live], self.run[live]), self.left[live])
 
     @property
+    def live_needs(self) -> tuple[int, bool, bool]:
+        """The most that a live row needs: a level, a trace, edits."""
+        level, traced, edited = self.needs[~self.finished].max(0, initial=0).tolist()
+        return level, bool(traced), bool(edited)
+
+    @property
     def live_edits(self) -> Sequence[RowEdits]:
         """The edits of each row, without those of ended ones; empty where no live row has any."""
-        if not self.edits[~self.finished].any():
+        if not self.live_needs[2]:
             return ()
-        return [() if ended else own for own, ended in zip(self.edits, self.finished, strict=True)]
+        return [() if ended else own.edits for own, ended in zip(self.requests, self.finished, strict=True)]
 
     def emit(self, outcome: CycleOutcome, eos_ids: Collection[int]) -> Sequence[Emission]:
         """Give a cycle's tokens to the live rows, cut at the end token and at their limits."""
@@ -124,7 +138,7 @@ class BatchRows:
             at_end = np.isin(column, list(eos_ids)) & ~self.endless[active]
             ended = np.where(at_end, 1, np.where(self.left[active] == 0, 2, 0))
             self.finished[active] = ended > 0
-            if self.edits[active].any():
+            if self.needs[active, 2].any():
                 for row, token in zip(active.tolist(), column.tolist(), strict=True):
                     self._advance(row, [token])
             return TokenColumn(self.index[active], column, ended, self.gamma[active])
@@ -137,14 +151,15 @@ class BatchRows:
             self._advance(row, tokens)
             origins: list[Origin] = ["judge" if by_judge else "draft" for by_judge in judged[:k]]
             origins = [*origins, "target"][: len(tokens)]
-            judged_tokens = outcome.judged_tokens(row, len(tokens)) if "judge" in origins else ()
+            traced = "judge" in origins and self.requests[row].trace
+            judged_tokens = outcome.judged_tokens(row, len(tokens)) if traced else ()
             number, gamma = int(self.index[row]), int(self.gamma[row])
             guarded = (exact & (1 << len(tokens)) - 1).bit_count() if exact else 0
             emissions.append(Emission(number, tuple(tokens), tuple(origins), finish, judged_tokens, gamma, guarded))
         return tuple(emissions)
 
     def _advance(self, row: int, tokens: Sequence[int]) -> None:
-        for edit in self.edits[row]:
+        for edit in self.requests[row].edits:
             edit.advance(tokens)
 
     def _cut(self, row: int, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:
@@ -159,6 +174,12 @@ class BatchRows:
         self.left[row] -= len(tokens)
         self.finished[row] = finish is not None
         return tokens, finish
+
+
+def _list_needs(request: Request | None) -> tuple[int, bool, bool]:
+    if request is None:
+        return 0, False, False
+    return find_level([request.rule] if request.rule else []), request.trace, bool(request.edits)
 
 
 def check_requests(

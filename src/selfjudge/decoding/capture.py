@@ -10,8 +10,9 @@ from statistics import median
 import torch
 
 from selfjudge.decoding.cycle import CAPTURED_CYCLES, Cycle, CycleSize, PhaseTimer, find_cycle, is_captured, kept_cycle
-from selfjudge.decoding.gamma import GammaController, PairStatistics, RequestGamma
+from selfjudge.decoding.gamma import GammaController, GammaPolicy, PairStatistics, RequestGamma
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.engine.base import RowCache
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.types import Gamma
@@ -54,13 +55,13 @@ def list_uncaptured(
 
 def list_sizes(gamma: Gamma, rule: AcceptanceRule, rows: int, statistics: PairStatistics) -> list[CycleSize]:
     """Every size of cycle that a static engine may use for a batch of this γ and so many rows, by what is known."""
-    if gamma != "auto":
-        return [CycleSize(gamma)]
-    policy = (
+    policy: GammaPolicy = (
         RequestGamma(statistics, rule)
         if rule.depends_on_gamma
         else GammaController(statistics, rule, static=True, steady=True)
     )
+    if gamma != "auto":
+        return [policy.size(rows, gamma) if isinstance(rule, RowRules) else CycleSize(gamma)]
     return [policy.size(rows, drafts) for drafts in (0, *policy.choices_for(rows))]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,15 +20,16 @@ from torch import Tensor
 from selfjudge.decoding.edits import RowEdits, VerifiedLogits
 from selfjudge.decoding.guards import GuardedBlock
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.decoding.sampling import sample
+from selfjudge.decoding.rules_by_row import SETTINGS, RowRules
+from selfjudge.decoding.sampling import RowSampling, Sampling, sample
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BatchEngines, Drafter
 from selfjudge.ops import argmax_checked, argmax_with_probability, replace_non_finite, share_tokens
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
 Limits = Sequence[int] | NDArray[np.int64] | Tensor  # [B] how many drafts of each row are verified
-GUARDS, SPENT, ROW_STATE = slice(2), 2, 3
-"""Columns of the state of rows, and their number: that of `Guards.begin`, and `Block.spent`."""
+GUARDS, SPENT, ROW_STATE = slice(2), 2, 3 + SETTINGS
+"""Columns of the state of rows, and their number: that of `Guards.begin`, `Block.spent`, at last `Block.settings`."""
 CAPTURED_CYCLES = 192  # maximum cycles that an engine keeps: seven sizes of a batch, each with some γ and rules
 
 
@@ -177,6 +178,11 @@ class Cycle:
         self.verified: VerifiedLogits | None = None  # for the edits of rows; None where tokens are shared
         self.packed: Packed | None = None
 
+    @property
+    def settings(self) -> Tensor:
+        """[B, SETTINGS] as in `Block`."""
+        return self.row_state[:, -SETTINGS:]
+
     @torch.no_grad()
     def run(
         self, uniforms: Tensor | None, limits: Limits | None = None, edits: Sequence[RowEdits] = ()
@@ -259,25 +265,39 @@ class Cycle:
         draft_on = None if draft.static else self.draft_on
         logits = draft.propose(self.gamma)
         for i in range(self.gamma):
+            known = logits[:, :size]
             if sampling is not None:
-                assert self.uniforms is not None
-                logits = sampling.warp(_over_vocabulary(replace_non_finite(logits), size, ids))
-                drawn_from.append(logits)
-                chosen = sample(logits.softmax(-1), self.uniforms[:, i])
+                known, chosen = self._draw(logits, i, ids)
+                drawn_from.append(known)
             elif self.size.shared:
-                chosen, probability = argmax_with_probability(logits[:, :size])
+                chosen, probability = argmax_with_probability(known)
                 q.append(probability)
             else:
-                chosen = argmax_checked(logits[:, :size])[0]
+                chosen = argmax_checked(known)[0]
                 if self.rule.reads_draft:
                     drawn_from.append(_over_vocabulary(replace_non_finite(logits), size, ids))
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
-            if draft_on is not None and not draft_on(partial(_probabilities, logits[:, :size], chosen)):
+            if draft_on is not None and not draft_on(partial(_probabilities, known, chosen)):
                 break
             if i + 1 < self.gamma:
                 logits = draft.extend(tokens[-1])
         self.q = torch.stack(q, 1) if q else None
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
+
+    def _draw(self, logits: Tensor, i: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Warped logits [S, V] of the rows that sample, and draft i [B]: drawn, and of greedy rows the likeliest."""
+        assert self.uniforms is not None
+        size, own = self.target.vocab_size, cast("Sampling | RowSampling", self.rule.sampling)
+        rows: slice | Tensor = slice(None)
+        if isinstance(self.rule, RowRules):
+            own = self.rule.sampled(self.settings)
+            rows = own.rows
+        warped = own.warp(_over_vocabulary(replace_non_finite(logits[rows]), size, ids))
+        drawn = sample(warped.softmax(-1), self.uniforms[rows, i])
+        if not isinstance(own, RowSampling):
+            return warped, drawn
+        greedy = argmax_checked(logits[:, :size])[0]
+        return warped, own.put(greedy if ids is None else ids[greedy], drawn)
 
     def verify(self) -> None:
         """Run the target over the last token and the drafts."""
@@ -294,9 +314,10 @@ class Cycle:
         if self.guards is not None:
             self.guarded = GuardedBlock(self.guards, self.row_state[:, GUARDS], self.drafts)
         self.block = Block(
-            self.drafts, output.logits, output.hidden, self.draft_logits, uniforms,
+            self.drafts, output.logits, None if self.rule.judge is None else output.hidden, self.draft_logits, uniforms,
             argmax=argmax, limits=limits, spent=self.row_state[:, SPENT],
             exact_only=None if self.guarded is None else self.guarded.exact[:, :-1],
+            settings=self.settings if isinstance(self.rule, RowRules) else None,
         )  # fmt: skip
 
     def _limits(self) -> Tensor | None:

@@ -10,7 +10,7 @@ Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +113,6 @@ class RequestGamma(GammaPolicy):
     """Chooses γ for requests when they enter, by the table and by what earlier answers accepted, and keeps to it: an
     answer depends on this number, not on its neighbours or on the clock."""
 
-    draft_on: ClassVar[None] = None  # drafting never ends early
     KNOWN = 50.0  # tokens after which the counts of a record are believed
     CLEARLY = 1.03  # another γ must be faster by this factor: the same request then gives the same answer
 
@@ -142,20 +141,8 @@ class RequestGamma(GammaPolicy):
         """Nothing is captured for a choice that may never be made."""
         return []
 
-    def observe(
-        self,
-        accepted: NDArray[np.int64],
-        gammas: NDArray[np.int64],
-        drafts: int,
-        seconds: Mapping[str, float],
-        blocks: RowBlocks,
-        *,
-        behind: bool = False,
-    ) -> None:
-        """Count a cycle of `drafts` drafts in which row b accepted accepted[b] of gammas[b]; rows without drafts say
-        nothing. Its `seconds` by phase show whether the table holds, unless the draft model was `behind`."""
-        if not (behind and drafts):
-            self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
+    def observe(self, accepted: NDArray[np.int64], gammas: NDArray[np.int64], blocks: RowBlocks) -> None:
+        """Count a cycle in which row b accepted accepted[b] of gammas[b] drafts; rows without drafts say nothing."""
         drafted = gammas > 0
         if drafted.any():
             record = self._find_record(len(gammas))

@@ -27,13 +27,14 @@ else:
 STRICT_START, STRICT_CODE = 16, True  # the guards of relaxed rules where nobody names others
 
 (
-    LINE, TEXT, REST, BRACKET, OPENED, JSON, JSON_LINE, DASHES, TABLE, TABLE_LINE, ALWAYS,
+    LINE, TEXT, REST, BRACKET, OPENED, JSON, JSON_LINE, DASHES, TABLE, TABLE_LINE, ALWAYS, NEVER,
     TICK, TICKS, CODE_LINE, CODE, CODE_TICK, CODE_TICKS, CLOSE,
-) = range(18)  # fmt: skip
+) = range(19)  # fmt: skip
 """States: at the start of a line, and within; the rest of a line that is a table's or a tag's; after `[` at the start
 of a line; after `{` or `[` within; in JSON, and at the start of its lines; in a line of dashes; in a table under such a
-line, and at the start of its lines; all of an answer. Then those of fences: one and two backticks; at the start of a
-line of code, and within; one and two backticks there; three, which close the fence if white space alone follows."""
+line, and at the start of its lines; all of an answer; nothing of it. Then those of fences: one and two backticks; at
+the start of a line of code, and within; one and two backticks there; three, which close the fence if white space alone
+follows."""
 TILDES = CLOSE + 1 - TICK  # added to the states of fences where they are of tildes
 STATES = CLOSE + 1 + TILDES
 EXACT_STATES = (
@@ -57,6 +58,7 @@ _STEPS = {
     TABLE: (TABLE, {_NEWLINE: TABLE_LINE}),
     TABLE_LINE: (TABLE, {_NEWLINE: LINE}),
     ALWAYS: (ALWAYS, {}),
+    NEVER: (NEVER, {}),
     TICK: (TEXT, {**_IN_TEXT, _TICK: TICKS}),
     TICKS: (TEXT, {**_IN_TEXT, _TICK: CODE}),
     CODE_LINE: (CODE, {_NEWLINE: CODE_LINE, _SPACE: CODE_LINE, _TICK: CODE_TICK}),
@@ -188,6 +190,7 @@ class Guards:
 
     def begin(self, structured: Iterable[bool], device: torch.device) -> Tensor:
         """[B, 2] the state of answers that begin: that of the text, and the tokens that are left of the strict start.
-        `structured` says whose prompts ask for structure."""
-        begun = [[ALWAYS if asked and self.structure else LINE, self.strict_start] for asked in structured]
+        `structured` says whose prompts ask for structure. Other answers of a pass may have other guards."""
+        states = (LINE, ALWAYS) if self.structure else (NEVER, NEVER)
+        begun = [[states[asked], self.strict_start] for asked in structured]
         return torch.tensor(begun, dtype=torch.float32, device=device).reshape(-1, 2)

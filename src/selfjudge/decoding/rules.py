@@ -127,7 +127,7 @@ class AcceptanceRule:
         if self.reads_logits and (logits.is_cuda or bool(bad_rows.any())):  # on a GPU the copy is cheaper than asking
             logits = replace_non_finite(logits)
         aligned = self.aligned(block, logits, choice)
-        inside = _inside(block)
+        inside = list_existing(block)
         if inside is not None:
             aligned, bad_rows = aligned & inside[:, 1:], bad_rows & inside
         non_finite, unusable = bad_rows.any(), bad_rows[:, :-1]
@@ -152,7 +152,7 @@ class AcceptanceRule:
             return aligned
         alignment_only = unusable if block.exact_only is None else unusable | block.exact_only
         if ids := self.guarded():
-            alignment_only = alignment_only | _is_in(block.draft_tokens, ids) | _is_in(choice, ids)
+            alignment_only = alignment_only | is_among(block.draft_tokens, ids) | is_among(choice, ids)
         if self.price is not None:
             harm = self.harm(block, logits).masked_fill(alignment_only, math.inf)  # no walk passes a mismatch there
             return torch.where(alignment_only, aligned, aligned | worth_taking(harm, aligned, self.price))
@@ -165,7 +165,7 @@ class AcceptanceRule:
         return aligned if accepted is aligned else torch.where(alignment_only, aligned, accepted)
 
 
-def _inside(block: Block) -> Tensor | None:
+def list_existing(block: Block) -> Tensor | None:
     """[B, γ+1] the rows of logits that a block with `limits` has, limits[b] + 1 of each; column i also says whether d_i
     exists. None without limits."""
     if block.limits is None:
@@ -173,7 +173,7 @@ def _inside(block: Block) -> Tensor | None:
     return torch.arange(block.gamma + 1, device=block.limits.device) <= block.limits[:, None]
 
 
-def _is_in(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
+def is_among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
     """Which tokens are one of these ids, like `torch.isin`, which sorts: a CUDA graph cannot capture that."""
     return (tokens[..., None] == _ids_tensor(ids, tokens.device)).any(-1)
 
@@ -229,27 +229,31 @@ class SpeculativeSampling(AcceptanceRule):
         assert block.uniforms is not None
         if not block.gamma:
             return block.draft_tokens == choice[:, :0]
-        p, q = self._distributions(block, logits)
-        p_d, q_d = gather_tokens(p[:, :-1], block.draft_tokens), gather_tokens(q, block.draft_tokens)
+        p, q = self._target(logits[:, :-1]), _draft(block.draft_logits)
+        p_d, q_d = gather_tokens(p, block.draft_tokens), gather_tokens(q, block.draft_tokens)
         return block.uniforms[:, :-1] * q_d < p_d  # accept if u < p/q
 
     def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
         assert block.uniforms is not None
-        p, q = self._distributions(block, logits)
         rows = torch.arange(len(n), device=n.device)
-        p_n = p[rows, n]
+        p_n = self._target(logits[rows, n])
         if block.gamma:
+            assert block.draft_logits is not None
             at, drafted = n.clamp_max(block.gamma - 1), block.gamma if block.limits is None else block.limits
             # the bonus row has no q; and where alignment accepts but the judge rejects, p itself is the correction
             rejected = (n < drafted) & ~aligned[rows, at]
-            q_n = q[rows, at] * rejected[:, None]
+            q_n = _draft(block.draft_logits[rows, at]) * rejected[:, None]
             residual = (p_n - q_n).clamp_min(0)  # norm(max(0, p − q))
             p_n = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_n)
         return sample(p_n, block.uniforms[:, -1])
 
-    def _distributions(self, block: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
-        p = self.sampling.warp(logits).softmax(-1)
-        return p, p[:, :0] if block.draft_logits is None else replace_non_finite(block.draft_logits).softmax(-1)
+    def _target(self, logits: Tensor) -> Tensor:
+        return self.sampling.warp(logits).softmax(-1)
+
+
+def _draft(logits: Tensor | None) -> Tensor:
+    assert logits is not None
+    return replace_non_finite(logits).softmax(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,7 +442,7 @@ class Judged(AcceptanceRule):
         drafts = block.draft_tokens
         if drafts.device.type != "cpu" or block.argmax is None or not isinstance(self.base, Exact):
             return False
-        choice, inside = block.argmax[0][:, :-1], _inside(block)
+        choice, inside = block.argmax[0][:, :-1], list_existing(block)
         return torch.equal(drafts, choice) if inside is None else not ((drafts != choice) & inside[:, 1:]).any()
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:

@@ -54,6 +54,53 @@ def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp_max(probabilities.shape[-1] - 1)
 
 
+class RowSampling:
+    """`Sampling` of many rows at once, by numbers on their device; greedy rows have temperature 0.
+
+    On a CPU nothing is computed for greedy rows. Elsewhere it would mean waiting to know which rows sample: all shapes
+    are those of all rows, and `put` leaves out what greedy rows got."""
+
+    COLUMNS = 4
+
+    def __init__(self, columns: Tensor, *, filtered: bool) -> None:
+        """`columns` [B, COLUMNS] are those of `list_columns`; unless `filtered`, no row has top-k or top-p."""
+        sampled = columns[:, 0] > 0
+        self.rows: slice | Tensor = slice(None) if columns.is_cuda else sampled.nonzero().squeeze(1)
+        """Which rows of a batch the arguments and results of `warp` are."""
+        self.temperature, self.filtered = columns[:, 0], filtered
+        self._sampled, self._columns = sampled[self.rows], columns[self.rows]
+
+    @staticmethod
+    def list_columns(sampling: Sampling | None) -> list[float]:
+        """The numbers of a row that samples so, or is greedy: temperature, top-k, 1 − top-p, log of min-p."""
+        if sampling is None:
+            return [0.0, 0.0, 0.0, -math.inf]
+        min_p = math.log(sampling.min_p) if sampling.min_p else -math.inf
+        return [sampling.temperature, sampling.top_k, 1 - sampling.top_p, min_p]
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """[S, …, V] → [S, …, V], as `Sampling.warp` of each row."""
+        shape = [-1] + [1] * (logits.dim() - 1)
+        temperature, top_k, rest, min_p = (column.view(shape) for column in self._columns.unbind(1))
+        logits = logits.float() / torch.where(temperature > 0, temperature, 1.0)
+        if self.filtered:
+            size, (ascending, order) = logits.shape[-1], logits.sort(dim=-1)
+            beyond = torch.where(top_k > 0, size - top_k, 0).clamp_min(0).long()
+            kth = ascending.gather(-1, beyond.expand(*logits.shape[:-1], 1))
+            cut = ascending.masked_fill(ascending < kth, -math.inf).softmax(-1).cumsum(-1) <= rest
+            cut[..., -1] = False  # the most likely token always stays
+            removed = torch.zeros_like(cut).scatter(-1, order, cut) | (logits < kth)
+            logits = logits.masked_fill(removed, -math.inf)
+        return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p, -math.inf)
+
+    def put(self, values: Tensor, own: Tensor) -> Tensor:
+        """[B, …] values with those [S, …] of the rows that sample in their places."""
+        sampled = self._sampled.view([-1] + [1] * (own.dim() - 1))
+        values = values.clone()
+        values[self.rows] = torch.where(sampled, own, values[self.rows])
+        return values
+
+
 class RandomNumbers:
     """Random numbers of each row, independent of its neighbours; drawn for many cycles at a time."""
 
@@ -61,23 +108,26 @@ class RandomNumbers:
 
     PER_CYCLE = 2 * MAX_GAMMA + 1
 
-    def __init__(self, wanted: bool, device: torch.device) -> None:
-        """Under greedy rules (not `wanted`) nothing is drawn."""
-        self.wanted, self.device = wanted, device
-        self.generators: list[torch.Generator] = []
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generators: list[torch.Generator | None] = []  # None for greedy rows, which need no numbers
         self.drawn: deque[Tensor] = deque()
 
-    def _draw(self, generators: list[torch.Generator], cycles: int) -> Iterable[Tensor]:
+    @property
+    def wanted(self) -> bool:
+        """Whether some row samples: else nothing is drawn."""
+        return any(self.generators)
+
+    def _draw(self, generators: list[torch.Generator | None], cycles: int) -> Iterable[Tensor]:
         """[B, PER_CYCLE] numbers for each cycle; the same ones whether cycles are drawn together or one by one."""
-        numbers = torch.stack([torch.rand(cycles * self.PER_CYCLE, generator=g) for g in generators]).to(self.device)
+        numbers = _draw_each(generators, cycles * self.PER_CYCLE).to(self.device)
         return numbers.view(-1, cycles, self.PER_CYCLE).unbind(1)
 
-    def enter(self, seeds: Iterable[int]) -> Tensor | None:
-        """Append rows with these seeds; return [B, 1] numbers for the tokens that their prefill yields."""
-        if not self.wanted:
-            return None
-        new = [torch.Generator().manual_seed(seed) for seed in seeds]
-        first = torch.stack([torch.rand(1, generator=g) for g in new]).to(self.device)
+    def enter(self, seeds: Iterable[int | None]) -> Tensor | None:
+        """Append rows with these seeds, None for greedy ones; return [B, 1] numbers for the tokens that their prefill
+        yields, if some of them sample."""
+        new = [None if seed is None else torch.Generator().manual_seed(seed) for seed in seeds]
+        first = _draw_each(new, 1).to(self.device) if any(new) else None
         if self.drawn:
             ahead = self._draw(new, len(self.drawn))
             self.drawn = deque(torch.cat(both) for both in zip(self.drawn, ahead, strict=True))
@@ -96,6 +146,10 @@ class RandomNumbers:
         return torch.cat([u[:, :gamma], u[:, MAX_GAMMA : MAX_GAMMA + gamma], u[:, -1:]], 1)
 
     def select(self, rows: list[int]) -> None:
-        if self.wanted:
-            self.generators = [self.generators[i] for i in rows]
-            self.drawn = deque(u[rows] for u in self.drawn)
+        self.generators = [self.generators[i] for i in rows]
+        self.drawn = deque(u[rows] for u in self.drawn) if self.wanted else deque()
+
+
+def _draw_each(generators: list[torch.Generator | None], count: int) -> Tensor:
+    """[B, count] numbers of each generator; zeros where there is none."""
+    return torch.stack([torch.zeros(count) if g is None else torch.rand(count, generator=g) for g in generators])

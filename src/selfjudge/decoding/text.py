@@ -14,13 +14,16 @@ from typing import Any, TypedDict, Unpack, cast, overload
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
+from selfjudge.decoding.cycle import CAPTURED_CYCLES
 from selfjudge.decoding.edits import RowEdits
+from selfjudge.decoding.gamma import MAX_AUTO_GAMMA
 from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text
 from selfjudge.decoding.guards import asks_for_structure, structure_of
 from selfjudge.decoding.loop import decode, find_statistics, measure_costs
 from selfjudge.decoding.prefill import Prefill
 from selfjudge.decoding.rule_parser import resolve_rule
-from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.decoding.rules_by_row import RowRules, find_level
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
@@ -140,8 +143,8 @@ def stream(
     limit, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
     ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", None)
     answer, grammar = Answer(pair.tokenizer, stop, len(ids)), _read_grammar(pair, options)
-    own, edits = {"seeded": seed is not None, "constrained": bool(grammar)}, (grammar.begin(),) if grammar else ()
-    decoding = _Decoding(pair, rule, **own, **cast("DecodingOptions", options))
+    edits, decoding_options = (grammar.begin(),) if grammar else (), cast("DecodingOptions", options)
+    decoding = _Decoding(pair, rule, seeded=seed is not None, constrained=bool(grammar), **decoding_options)
     request = decoding.examine(Request(ids, limit, row_seed(seed or 0, 0), edits=edits))
     return Stream(answer, decoding.steps([request], {0: answer}))
 
@@ -164,7 +167,10 @@ class Stream:
 
 
 class Batch:
-    """Answers that are decoded together under one rule; they may be added and dropped between steps. For one thread."""
+    """Answers that are decoded together; they may be added and dropped between steps. For one thread.
+
+    All have the rule and the γ of the batch, unless it has `shared` rules (`share_rules`): `add` may then name others.
+    """
 
     def __init__(
         self,
@@ -173,10 +179,11 @@ class Batch:
         *,
         rows: int = 8,
         length: int = 4096,
+        shared: RowRules | None = None,
         **options: Unpack[DecodingOptions],
     ) -> None:
         """At most `rows` answers are decoded at a time, others wait; `length` limits prompt and answer together."""
-        self._decoding = _Decoding(pair, rule, **options)
+        self._decoding = _Decoding(pair, rule, shared=shared, **options)
         self._queue = AdmissionQueue(rows, length)
         self._answers: dict[int, Answer] = {}  # by row number, as the loop counts them
         self._dropped: set[int] = set()
@@ -197,14 +204,17 @@ class Batch:
         stop_ids: Collection[int] = (),
         ignore_eos: bool = False,
         edits: RowEdits = (),
+        rule: AcceptanceRule | None = None,
+        gamma: Gamma | None = None,
+        trace: bool | None = None,
     ) -> Answer:
         """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token of the model.
 
-        `edits` are for this answer alone."""
+        `edits` are for this answer alone, and so are, where rules are shared, `rule`, `gamma` and `trace`."""
         streamed = streamed or bool(stop or stop_ids)
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids)
-        request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos, edits=edits)
-        self._queue.put(self._decoding.examine(request))
+        request = Request(prompt, max_new_tokens, row_seed(seed, 0), False, ignore_eos, edits)
+        self._queue.put(self._decoding.examine(self._decoding.complete(request, rule, gamma, trace)))
         self._answers[self._next] = answer
         self._next += 1
         return answer
@@ -261,37 +271,65 @@ class _Decoding:
         trace: bool = True,
         seeded: bool = False,
         constrained: bool = False,
+        shared: RowRules | None = None,
         **rule_options: Any,
     ) -> None:
-        """A sampled answer that is `seeded` has a fixed γ unless one is given. A grammar makes it `constrained`."""
+        """A sampled answer that is `seeded` has a fixed γ unless one is given. A grammar makes it `constrained`. With
+        `shared` rules these are those of requests that name none."""
         self.pair, self.trace = pair, trace
         self.rule = _guard(resolve_rule(pair, rule, **rule_options), pair, constrained)
-        if self.rule.judge is not None:
-            self.rule.judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-            self.rule.judge.to(pair.target.device)
+        self.shared, self.rows_rule = shared, shared or self.rule
+        if (judge := self.rows_rule.judge) is not None:
+            judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+            judge.to(pair.target.device)
         if gamma is None and seeded and self.rule.sampling is not None:
             gamma = max(default_gamma(pair.target.device.type), self.rule.matches_needed + 1)
         self.gamma: Gamma = "auto" if gamma is None else gamma
-        self.engines = PairEngines(pair, engine, drafts=self.gamma != 0)
+        self.engines = PairEngines(pair, engine, drafts=shared is not None or self.gamma != 0)
+        self.most = SHARED_GAMMA if pair.draft is not None else 0  # drafts that an answer with shared rules may have
+
+    def complete(
+        self, request: Request, rule: AcceptanceRule | None, gamma: Gamma | None, trace: bool | None
+    ) -> Request:
+        """The request with a rule, a γ and a trace of its own, or those of the batch."""
+        if self.shared is None:
+            if (rule, gamma, trace) != (None, None, None):
+                raise SelfJudgeError("all answers of this batch have one rule: make it with `shared` rules")
+            return request
+        constrained = any(isinstance(edit, Grammar) for edit in request.edits)
+        own = self.rule if rule is None else _guard(rule, self.pair, constrained)
+        gamma = self.gamma if gamma is None else gamma
+        if not shares(self.shared, own, gamma):
+            raise SelfJudgeError(f"rule {own.name!r} with γ = {gamma} needs a batch of its own")
+        if isinstance(gamma, int):
+            own.check(gamma)
+        drafts = 0 if self.pair.draft is None else gamma
+        return request._replace(rule=own, gamma=drafts, trace=self.trace if trace is None else trace)
 
     def capture(self, rows: int, length: int, seconds: float, notify: Callable[[float], None]) -> bool:
         """`Batch.capture`, for up to so many rows of at most `length` tokens."""
         end = time.perf_counter() + seconds
-        with self.engines.borrow(hidden=self.rule.judge is not None) as engines:
+        with self.engines.borrow(hidden=self.rows_rule.judge is not None) as engines:
             if not engines.target.static:
                 if self.gamma == "auto":
                     measure_costs(engines, 1)
                     measure_costs(engines, rows)
                 return True
             statistics = find_statistics(engines)
-            most = max(size.gamma for size in list_sizes(self.gamma, self.rule, 1, statistics))
+            rules, most = [self.rule], max(size.gamma for size in list_sizes(self.gamma, self.rule, 1, statistics))
+            if self.shared is not None:
+                rules, most = list(dict.fromkeys((self.shared.at(find_level(rules)), EXACT))), self.most
             prefill = Prefill(engines, most + 1)
             if not prefill.make_room(AdmissionQueue(rows, length), 1):
                 return True
             engines.reserve(rows := prefill.rows, prefill.length + most + 1)
-            left = list_uncaptured(engines, self.rule, rows, self.gamma, statistics, trace=self.trace)
-            for done, (n, size) in enumerate(left, 1):
-                capture_cycles(engines, self.rule, n, [size], trace=self.trace)
+            left = [
+                (rule, *shape)
+                for rule in rules
+                for shape in list_uncaptured(engines, rule, rows, self.gamma, statistics, trace=self.trace)
+            ][:CAPTURED_CYCLES]
+            for done, (rule, n, size) in enumerate(left, 1):
+                capture_cycles(engines, rule, n, [size], trace=self.trace)
                 notify(done / len(left))
                 if time.perf_counter() >= end:
                     return done == len(left)
@@ -299,9 +337,10 @@ class _Decoding:
 
     def examine(self, request: Request) -> Request:
         """The request, and whether its answer is structured where the rule wants to know."""
-        constrained, guards = any(isinstance(edit, Grammar) for edit in request.edits), self.rule.guards
+        rule = request.rule or self.rule
+        constrained, guards = any(isinstance(edit, Grammar) for edit in request.edits), rule.guards
         if guards is None or guards.structure is None:
-            if constrained and not self.rule.lossless:
+            if constrained and not rule.lossless:
                 raise SelfJudgeError("relaxed rules verify what a grammar constrains exactly: leave `strict_code` on")
             return request
         if constrained:
@@ -332,7 +371,7 @@ class _Decoding:
     ) -> Iterator[StepOutput]:
         """Run the loop and add its tokens to `answers`, whose keys are rows; yield the new pieces of every step."""
         dropped, warned = set() if dropped is None else dropped, False
-        with self.engines.borrow(hidden=self.rule.judge is not None) as engines:
+        with self.engines.borrow(hidden=self.rows_rule.judge is not None) as engines:
             if self.gamma == "auto" and requests:
                 measure_costs(engines, len(requests))  # no part of an answer's time
             for answer in answers.values():
@@ -340,10 +379,10 @@ class _Decoding:
             for step in decode(
                 engines,
                 requests,
-                self.rule,
-                gamma=self.gamma,
+                self.rows_rule,
+                gamma=self.gamma if self.shared is None else self.most,
                 eos_ids=self.pair.eos_ids,
-                trace=self.trace,
+                trace=self.trace or self.shared is not None,  # then each request says so itself
                 queue=queue,
                 cancelled=dropped,
             ):
@@ -401,6 +440,22 @@ def _read_grammar(pair: Pair, options: Any) -> Grammar | None:
     if schema is None and grammar is None:
         return None
     return compile_grammar(pair, grammar_text("grammar", grammar) if schema is None else grammar_text("json", schema))
+
+
+SHARED_GAMMA = MAX_AUTO_GAMMA  # the most drafts in batches with shared rules: every row has cache slots for them
+
+
+def share_rules(pair: Pair, judge: Judge | None = None) -> RowRules:
+    """What answers with unlike rules share in one `Batch`; the same object every time, as in `_guard`."""
+    structure = structure_of(pair.tokenizer)
+    make = partial(RowRules, judge, pair.special_ids, structure=structure)
+    return pair.target_model.keep(("shared rules", judge, structure), make)
+
+
+def shares(shared: RowRules, rule: AcceptanceRule, gamma: Gamma) -> bool:
+    """Whether an answer with this rule and this γ may be in a batch with shared rules."""
+    least = rule.matches_needed + 1 if gamma == "auto" else gamma
+    return shared.fits(rule) and least <= SHARED_GAMMA
 
 
 def row_seed(seed: int, row: int) -> int:

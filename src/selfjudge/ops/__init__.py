@@ -98,8 +98,9 @@ def has_triton() -> bool:
     return True
 
 
-def worth_taking(harm: Tensor, aligned: Tensor, price: float) -> Tensor:
-    """[B, γ] where the rest of the block is worth the harm c_i of accepting d_i; +inf is never taken.
+def worth_taking(harm: Tensor, aligned: Tensor, price: float | Tensor, window: Tensor | None = None) -> Tensor:
+    """[B, γ] where the rest of the block is worth the harm c_i of accepting d_i; +inf is never taken. Rows may have
+    prices of their own [B], and want `window` [B] drafts after d_i to match.
 
     Let a walk that accepts d_1 … d_k and stops be worth π·(k+1) − Σ c_i over its mismatches: every token has the price
     π, the target's own one at the end included. U_i is the most that positions i … γ+1 can be worth once d_i is
@@ -110,11 +111,14 @@ def worth_taking(harm: Tensor, aligned: Tensor, price: float) -> Tensor:
         from selfjudge.ops.price_triton import block_scan
 
         with torch.cuda.device(harm.device):  # kernels are launched on the current device
-            return block_scan(harm, aligned, price)
-    worth = harm.new_full((len(harm),), price)  # U_{γ+1}
-    taken = torch.zeros_like(aligned)
+            return block_scan(harm, aligned, price, window)
+    worth = price if isinstance(price, torch.Tensor) else harm.new_full((len(harm),), price)  # U_{γ+1}
+    matching, taken = torch.zeros_like(worth), torch.zeros_like(aligned)
     for i in range(harm.shape[1] - 1, -1, -1):
         taken[:, i] = worth > harm[:, i]  # accept if U_{i+1} > c_i
+        if window is not None:
+            taken[:, i] &= matching >= window
+            matching = torch.where(aligned[:, i], matching + 1, 0)
         longer = price + worth - torch.where(aligned[:, i], 0.0, harm[:, i])
         worth = torch.where(aligned[:, i] | taken[:, i], longer, price)
     return taken

@@ -10,13 +10,15 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=("gamma",))
 def _scan(
-    harm_ptr, aligned_ptr, first_ptr, count_ptr, price_ptr, window_ptr, out_ptr, gamma, price, FLAT: tl.constexpr
+    harm_ptr, aligned_ptr, first_ptr, count_ptr, price_ptr, window_ptr, out_ptr, gamma, price, FLAT: tl.constexpr,
+    OWN: tl.constexpr,
 ):  # fmt: skip
-    """With FLAT blocks have their own first row, number of drafts, price and window; else they are alike."""
+    """With FLAT blocks have their own first row and number of drafts, with OWN their own price and window."""
     block = tl.program_id(0)
     first, count, window = block * gamma, gamma, 0
     if FLAT:
         first, count = tl.load(first_ptr + block), tl.load(count_ptr + block)
+    if OWN:
         price, window = tl.load(price_ptr + block), tl.load(window_ptr + block)
     worth = price  # U_{γ+1} = π
     matching = 0  # drafts in a row that match, after this one
@@ -30,12 +32,17 @@ def _scan(
         matching = tl.where(aligned, matching + 1, 0)
 
 
-def block_scan(harm: Tensor, aligned: Tensor, price: float) -> Tensor:
+def block_scan(harm: Tensor, aligned: Tensor, price: float | Tensor, window: Tensor | None = None) -> Tensor:
     """`worth_taking`."""
     out = torch.empty_like(aligned, memory_format=torch.contiguous_format)
     blocks, gamma = harm.shape
+    if isinstance(price, Tensor):
+        assert window is not None
+        rows, price, own = (price.contiguous(), window.contiguous()), 0.0, True
+    else:
+        rows, own = (None, None), False
     _scan[(blocks,)](
-        harm.contiguous(), aligned.contiguous(), None, None, None, None, out, gamma, price, FLAT=False, num_warps=1
+        harm.contiguous(), aligned.contiguous(), None, None, *rows, out, gamma, price, FLAT=False, OWN=own, num_warps=1
     )  # fmt: skip
     return out
 
@@ -47,6 +54,6 @@ def flat_scan(
     it match. A block's first row, number of drafts, price and window: [R] each."""
     out = torch.empty_like(aligned)
     _scan[(len(counts),)](
-        harm, aligned, first, counts, price, window, out, 0, 0.0, FLAT=True, num_warps=1
+        harm, aligned, first, counts, price, window, out, 0, 0.0, FLAT=True, OWN=True, num_warps=1
     )  # fmt: skip
     return out

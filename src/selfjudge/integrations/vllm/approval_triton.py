@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfjudge.integrations.vllm import plan as codes
+from selfjudge.decoding import rules_by_row as codes
+from selfjudge.integrations.vllm.plan import Plan
 from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
 from selfjudge.ops.judge_score_triton import JudgeWeights, among, draft_score
 from selfjudge.ops.price_triton import flat_scan
@@ -54,7 +55,7 @@ def _decide(
     LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
     SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One draft by its code (`plan.Code`). With AHEAD: its harm, and whether it is aligned. Else: whether it is
+    """One draft by its code (`rules_by_row.Code`). With AHEAD: its harm, and whether it is aligned. Else: whether it is
     approved."""
     i = tl.program_id(0)
     row, token = tl.load(at_ptr + i).to(tl.int64), tl.load(draft_ptr + i).to(tl.int64)
@@ -87,7 +88,7 @@ def _decide(
 
 
 def approvals(
-    judge: JudgeWeights | None, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: codes.Plan,
+    judge: JudgeWeights | None, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan,
     special: Tensor, exact: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`Approval.__call__`, for rules that have codes."""

@@ -8,46 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.rules import AcceptanceRule, FLy, Judged, Margin, TopK
-
-SCORE, LOG_SCORE, MARGIN, RANK, ENTROPY = range(5)
-"""What the kernel computes of a draft; all but the margin and the rank with a minus, so that less is better."""
-
-
-class Code(NamedTuple):
-    """A rule as the kernel knows it: a draft is accepted where its value is below the limit; with limit NaN the value
-    is its harm, and the price decides. `window` drafts after it must match."""
-
-    value: int
-    limit: float
-    price: float = math.inf
-    window: int = 0
-
-
-LOSSLESS = Code(MARGIN, -math.inf)
-
-
-def encode(rule: AcceptanceRule | None) -> Code | None:
-    """None: this rule has no kernel, and is asked itself."""
-    if rule is None:
-        return LOSSLESS
-    if type(rule) is Judged:
-        if rule.price is not None:
-            return Code(LOG_SCORE, math.nan, rule.price)
-        return Code(SCORE, -rule.theta, window=rule.confirm)
-    if type(rule) is Margin:
-        return Code(MARGIN, rule.threshold) if rule.price is None else Code(MARGIN, math.nan, rule.price)
-    if type(rule) is TopK:
-        return Code(RANK, rule.k)
-    if type(rule) is FLy:
-        at_most = torch.nextafter(torch.tensor(-rule.entropy), torch.tensor(1.0))  # −H ≤ −entropy
-        return Code(ENTROPY, float(at_most), window=rule.window)
-    return None
+from selfjudge.decoding.rules import AcceptanceRule, Judged
+from selfjudge.decoding.rules_by_row import Code, encode
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,240 @@
+"""γ of a batch: by cycle where no answer depends on it, by row elsewhere; and what is captured and counted for that."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from selfjudge.decoding.acceptance import RowBlocks
+from selfjudge.decoding.admission import BatchRows, Request
+from selfjudge.decoding.capture import capture_cycles, time_cycle
+from selfjudge.decoding.costs import CostTable, say_measuring
+from selfjudge.decoding.cycle import CycleOutcome, CycleSize, SharedLimits, is_captured
+from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, LiveRows, PairStatistics, RequestGamma
+from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.decoding.rules_by_row import RowRules
+from selfjudge.engine.draft import BatchEngines
+from selfjudge.store.load import SHORTEST
+
+MEASURE_SECONDS = 4.0  # after so many seconds a model is not measured a second time
+MOST_ROUNDS = 6  # of cycles that are timed
+
+
+class CyclePlan(NamedTuple):
+    """What the next cycle drafts and verifies."""
+
+    size: CycleSize
+    limits: NDArray[np.int64] | None = None  # [B] drafts of each row that are verified; None: all of them
+    gammas: NDArray[np.int64] | None = None  # [B] γ of each row; None where the cycle has one
+
+
+class Observed(NamedTuple):
+    """A cycle that was waited for."""
+
+    drafts: int
+    seconds: Mapping[str, float]  # by phase
+    behind: bool  # whether the draft had to catch up
+    gammas: NDArray[np.int64] | None  # as in `CyclePlan`
+
+
+class MeasuringSchedule:
+    """Chooses given numbers of drafts, one after the other, and notes the seconds of each cycle in a table."""
+
+    def __init__(self, costs: CostTable, rows: int) -> None:
+        self.costs, self.max_gamma = costs, MAX_AUTO_GAMMA
+        grid = (1, 2, 3, 4, 6, MAX_AUTO_GAMMA) if rows == 1 else (1, 2, 4)
+        self.round = (0, 0, 1, *grid)  # after plain cycles the draft catches up: the first 1 is void
+        self.left: deque[int] = deque()
+        self.rounds, self.begun = 0, time.perf_counter()
+
+    def choose(self, rows: int, behind: int, live: LiveRows) -> int:
+        return self.left.popleft()
+
+    def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
+        q()  # as it costs in every cycle
+        return True
+
+    def size(self, rows: int, drafts: int) -> CycleSize:
+        return CycleSize(drafts)
+
+    def observe(
+        self,
+        accepted: Any,
+        alive: Any,
+        drafts: int,
+        seconds: Mapping[str, float],
+        blocks: RowBlocks,
+        *,
+        behind: bool,
+        shared: SharedLimits | None = None,
+    ) -> None:
+        if behind and drafts:
+            return
+        rows, spent = len(accepted), (seconds["draft"], sum(seconds.values()) - seconds["draft"])
+        before = self.costs.cycles.get(rows, {}).get(drafts, spent)
+        self.costs.add(rows, drafts, (min(spent[0], before[0]), min(spent[1], before[1])))
+
+    def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def goes_on(self) -> bool:
+        """Whether there is another cycle: two rounds, one of a slow model, more until a busy machine can be told."""
+        spent = time.perf_counter() - self.begun
+        rounds = 1 if spent > MEASURE_SECONDS else MOST_ROUNDS if spent < SHORTEST else 2
+        if not self.left and self.rounds < rounds:
+            self.rounds += 1
+            self.left.extend(self.round)
+        return bool(self.left)
+
+
+@dataclass
+class BatchGamma:
+    """Chooses γ for the cycles of one batch.
+
+    Rows under rules whose answers depend on γ get theirs when they enter, for good. While all other rows leave it open,
+    a controller chooses for each cycle. Beside rows that have a γ, they take what is best for them in cycles of at
+    least as many drafts."""
+
+    engines: BatchEngines
+    rule: AcceptanceRule
+    most: int  # maximum drafts of a cycle
+    trace: bool = False
+    controller: GammaController | MeasuringSchedule | None = None  # of cycles whose rows all leave γ open
+    statistics: PairStatistics | None = None  # what γ is chosen by; None where it is `most` for all rows
+    policies: dict[tuple[str, int], RequestGamma] = field(default_factory=dict)  # of rows, by their rules
+
+    def __post_init__(self) -> None:
+        self.by_row = isinstance(self.rule, RowRules)
+        self.lossless = EXACT if self.by_row else self.rule  # the rule of rows that leave γ open
+        if isinstance(self.controller, GammaController) and self.engines.target.static:
+            size = self.controller.size
+            self.controller.is_captured = lambda rows, gamma: is_captured(
+                self.engines, self.lossless, size(rows, gamma), trace=self.trace, rows=rows
+            )
+
+    @property
+    def fixed(self) -> int:
+        """γ of rows that name none, −1 where it is chosen."""
+        return self.most if self.controller is None and self.statistics is None else -1
+
+    def rule_of(self, request: Request) -> AcceptanceRule:
+        """The rule of one row."""
+        return (request.rule or EXACT) if self.by_row else self.rule
+
+    def _find_policy(self, rule: AcceptanceRule) -> RequestGamma:
+        """What chooses γ of rows with this rule."""
+        assert self.statistics is not None
+        key = rule.name, rule.matches_needed
+        if key not in self.policies:
+            self.policies[key] = RequestGamma(self.statistics, rule)
+        return self.policies[key]
+
+    def choose(self, rows: BatchRows, plain_cycles: int, *, changed: bool, by_gamma: bool) -> CyclePlan:
+        """The next cycle of these rows, after so many without drafts. `changed` says whether rows have entered or left,
+        `by_gamma` whether answers of this cycle depend on γ."""
+        if changed and self.statistics is not None:
+            self._choose_for_entered(rows)
+        live = ~rows.finished
+        fixed, static = live & (rows.gamma >= 0), self.engines.target.static
+        if self.controller is not None and not fixed.any():
+            drafts = self.controller.choose(len(rows), plain_cycles, rows.live)
+            size = self.controller.size(len(rows), drafts)
+            if size.shared and not rows.live_needs[2]:
+                return CyclePlan(size, np.where(live, size.gamma, 0))
+            return CyclePlan(CycleSize(drafts))
+        gammas = np.where(fixed, rows.gamma, 0)
+        if (free := live & ~fixed).any():
+            gammas[free] = min(self.most, self._find_policy(self.lossless).choose(len(rows), int(gammas.max())))
+        drafts = int(gammas.max())
+        alike = self.statistics is None or (not by_gamma and (gammas[live] == drafts).all())
+        if not drafts or alike:
+            return CyclePlan(CycleSize(drafts), gammas=gammas)
+        size = self._find_policy(self.lossless).size(len(rows), drafts) if static else CycleSize(drafts)
+        return CyclePlan(size, gammas, gammas)
+
+    def _choose_for_entered(self, rows: BatchRows) -> None:
+        """Give γ to the rows that have entered and whose answers depend on it."""
+        live = ~rows.finished
+        entered = [i for i in np.flatnonzero(live & (rows.gamma < 0)).tolist()
+                   if self.rule_of(rows.requests[i]).depends_on_gamma]  # fmt: skip
+        policies = {i: self._find_policy(self.rule_of(rows.requests[i])) for i in entered}
+        if self.engines.target.static:
+            leave_open = not entered and not (rows.gamma[live] >= 0).any()
+            assert not isinstance(self.controller, MeasuringSchedule)  # which has no statistics
+            self.capture_choices(len(rows), (leave_open and self.controller) or self._find_policy(self.lossless))
+        most = int(rows.gamma[live].max(initial=0))
+        chosen = {policy: policy.choose(len(rows), most) for policy in dict.fromkeys(policies.values())}
+        for i, policy in policies.items():
+            rows.gamma[i] = min(self.most, chosen[policy])
+
+    def capture_choices(self, rows: int, controller: GammaController | RequestGamma) -> None:
+        """Before the first cycle of another number of rows: capture every γ that they may soon use; where the table
+        does not know so many rows, capture and time all of them."""
+        statistics = controller.statistics
+        costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
+        known = (rows in costs.cycles or not usual) and costs.covers(rows)
+        if usual and isinstance(controller, GammaController):
+            self._measure_sharing(rows, controller)
+        start, captured = time.perf_counter(), len(self.engines.target.captured_cycles)
+        try:
+            if not known:
+                say_measuring()
+                gammas = [0, *controller.choices_for(rows)]
+                cycles = capture_cycles(self.engines, self.lossless, rows, map(CycleSize, gammas), trace=self.trace)
+                seconds = [time_cycle(cycle) for cycle in cycles]
+                costs.begin(rows)
+                for gamma, spent in zip(gammas, seconds, strict=True):
+                    costs.add(rows, gamma, spent)
+                costs.save(rows)
+            sizes = [controller.size(rows, gamma) for gamma in controller.candidates(rows)]
+            capture_cycles(self.engines, self.lossless, rows, sizes, trace=self.trace)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return  # γ is chosen by estimates, and captured one at a time
+        if known and (new := len(self.engines.target.captured_cycles) - captured) > 0:
+            statistics.capture_seconds = (time.perf_counter() - start) / new
+
+    def _measure_sharing(self, rows: int, controller: GammaController) -> None:
+        """Measure once how much longer a cycle takes in which rows share what a pass verifies."""
+        drafts, costs = 3, controller.statistics.costs
+        if not controller.may_share(rows) or rows in costs.sharing:
+            return
+        sizes = [CycleSize(drafts), CycleSize(drafts + 1, rows * (drafts + 1), shared=True)]
+        try:
+            cycles = capture_cycles(self.engines, self.lossless, rows, sizes, trace=self.trace)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return
+        each, shared = (sum(time_cycle(cycle)) for cycle in cycles)
+        costs.sharing[rows] = shared / each
+        if rows in costs.cycles:
+            costs.save(rows)
+
+    def observe(
+        self, outcome: CycleOutcome, used: NDArray[np.int64], live: NDArray[np.bool_], rows: BatchRows, cycle: Observed
+    ) -> tuple[float, float]:
+        """Count a cycle in which row b of the `live` ones accepted used[b] drafts. Returns the seconds that the table
+        of costs has for a plain cycle and for this one; zeros where γ is not chosen."""
+        drafts, behind = cycle.drafts if outcome.shared is None else cycle.drafts - 1, cycle.behind
+        if cycle.gammas is None or self.statistics is None:
+            if self.controller is None:
+                return 0.0, 0.0
+            self.controller.observe(
+                used, live, drafts, cycle.seconds, rows.blocks, behind=behind, shared=outcome.shared
+            )
+            return self.controller.costs_of(len(rows), drafts)
+        gammas = np.where(live, cycle.gammas, 0)
+        if not (behind and drafts) and (gammas[live] == drafts).all():
+            self.statistics.costs.watch(len(rows), drafts, sum(cycle.seconds.values()))
+        owners = {i: self._find_policy(self.rule_of(rows.requests[i])) for i in np.flatnonzero(gammas).tolist()}
+        for policy in dict.fromkeys(owners.values()):  # the rows of each rule by themselves
+            own = np.array([owners.get(i) is policy for i in range(len(rows))])
+            policy.observe(used, np.where(own, gammas, 0), rows.blocks)
+        return self._find_policy(self.lossless).costs_of(len(rows), drafts)
