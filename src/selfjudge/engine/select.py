@@ -177,7 +177,7 @@ def choose_kind(model: AnyModel, *, int8: bool = False, kind: str = "auto") -> s
     """The kind of engine to use: the one named, if it can run the model, or for `auto` the fastest that can."""
     if kind not in ENGINES:
         raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(ENGINES)}")
-    model = as_draft(model) if isinstance(model, EagleHead) else as_loaded(model)
+    model = as_loaded(model)
     if model.file is not None and kind == "cuda":
         raise SelfJudgeError("q4 weights need the cpu engine, not cuda")
     chosen = ("cuda" if model.device.type == "cuda" else "cpu") if kind == "auto" else kind

@@ -111,13 +111,8 @@ def captured_states(target: PreTrainedModel, aux_layers: tuple[int, ...]) -> Ite
             hook.remove()
 
 
-class Norm(nn.Module):
+class Norm(nn.RMSNorm):
     """RMSNorm; its weight takes the dtype of what it norms."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)

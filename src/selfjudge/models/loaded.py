@@ -112,9 +112,11 @@ class Draft(LoadedModel):
         return context_window(self.causal_lm) if self.head is None else self.head.window
 
 
-def as_loaded(model: PreTrainedModel | LoadedModel) -> LoadedModel:
-    """A model of transformers as a loaded one, for which nothing is kept yet."""
-    return model if isinstance(model, LoadedModel) else Target(model)
+def as_loaded(model: PreTrainedModel | EagleHead | LoadedModel) -> LoadedModel:
+    """A model of transformers or a head as a loaded one, for which nothing is kept yet."""
+    if isinstance(model, LoadedModel):
+        return model
+    return Draft(model) if isinstance(model, EagleHead) else Target(model)
 
 
 def as_draft(model: PreTrainedModel | EagleHead | Draft) -> Draft:

@@ -60,10 +60,6 @@ def times_weight(wide: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (wide * weight).to(dtype) if weight.dtype == torch.float32 else wide.to(dtype) * weight
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 class Kernels:
     """The steps of a pass as torch operations.
 
@@ -186,4 +182,4 @@ class Kernels:
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu") -> Tensor:
         """[M, K] · [2I, K]ᵀ, gate and up → activation(gate) · up [M, I]"""
         gate, up = F.linear(x, weight, bias).chunk(2, -1)
-        return (gelu_tanh if activation == "gelu" else F.silu)(gate) * up
+        return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
