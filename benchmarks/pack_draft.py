@@ -1,6 +1,6 @@
-"""Pack what `distill` made as the package ships it: `python benchmarks/pack_draft.py OUT FOLDER`.
+"""Pack what `distill` made as the package ships it: `python benchmarks/pack_draft.py --run DIR --out FOLDER`.
 
-Of a small model the layers and projections, from the checkpoint of its training (`OUT/work/train.safetensors`): matrices as
+Of a small model the layers and projections, from the checkpoint of its training (`work/train.safetensors`): matrices as
 int8 rows with a float32 scale each, the rest in float16. Of a head the matrices as int8 with a float16 scale for each 32
 weights, norms in float16, without the rows of the target's output matrix.
 """
@@ -59,16 +59,16 @@ def pack_head(source: Path, folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path, help="the folder of a distillation")
-    parser.add_argument("folder", type=Path, help="the folder to write")
+    parser.add_argument("--run", type=Path, required=True, help="the folder of a distillation")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     o = parser.parse_args()
-    if is_head(o.out):
-        size = pack_head(o.out, o.folder)
+    if is_head(o.run):
+        size = pack_head(o.run, o.out)
     else:
-        arrays = load_file(o.out / "work" / "train.safetensors")
+        arrays = load_file(o.run / "work" / "train.safetensors")
         best = {name.removeprefix("best."): array for name, array in arrays.items() if name.startswith("best.")}
-        size = pack_student(best, json.loads((o.out / "config.json").read_text()), o.folder)
-    print(f"{size / 1e6:.1f} MB: {o.folder}")
+        size = pack_student(best, json.loads((o.run / "config.json").read_text()), o.out)
+    print(f"{size / 1e6:.1f} MB: {o.out}")
 
 
 if __name__ == "__main__":
