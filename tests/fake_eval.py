@@ -164,11 +164,17 @@ def write_eval(folder: Path, tasks: tuple[str, ...] = ("gsm8k", "math500", "mmlu
 def demo_result() -> dict[str, Any]:
     """What `selfjudge demo --json` prints, with the tokens of the first answer; one rule has none."""
     words = [
-        [word if i else word.strip(), "target" if i % 4 == 3 else "draft", word, 0.5, None]
+        {
+            "text": word if i else word.strip(),
+            "origin": "target" if i % 4 == 3 else "draft",
+            "choice": word,
+            "p_choice": 0.5,
+        }
         for i, word in enumerate(WORDS)
     ]
-    judged = [[t, "judge", " grass", 0.625, 0.81] if i % 5 == 1 else [t, *rest] for i, (t, *rest) in enumerate(words)]
-    hostile = [[text, "judge", HOSTILE[1], None, None] for text in HOSTILE]
+    grass = {"origin": "judge", "choice": " grass", "p_choice": 0.625, "judge": 0.81}
+    judged = [token | grass if i % 5 == 1 else token for i, token in enumerate(words)]
+    hostile = [{"text": text, "origin": "judge", "choice": HOSTILE[1]} for text in HOSTILE]
     same = {
         "uses_judge": False,
         "gamma": 3,

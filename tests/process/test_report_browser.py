@@ -273,7 +273,7 @@ def test_the_demo_page(browser: Browser, tmp_path: Path, scheme: str) -> None:
     assert browser.run(f"{boxes}.every(e => e.scrollHeight <= e.clientHeight + 2)")  # no answer runs over the next
     judged = "[...document.querySelectorAll('.marked')].at(-1).querySelectorAll('.token.judge')"
     tokens = result["rows"][-1]["tokens"]
-    assert browser.run(f"{judged}.length") == sum(token[1] == "judge" for token in tokens)
+    assert browser.run(f"{judged}.length") == sum(token["origin"] == "judge" for token in tokens)
     paper = "getComputedStyle(document.body).backgroundColor"
     assert browser.run(f"getComputedStyle({judged}[0]).backgroundColor") != browser.run(paper)
     wanted = f"getComputedStyle({judged}[0], '::after').content"
@@ -282,7 +282,7 @@ def test_the_demo_page(browser: Browser, tmp_path: Path, scheme: str) -> None:
     assert browser.run(wanted) == '"target wanted “␣grass” (p 0.62); judge’s score 0.81"'
     assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     shown = browser.run("[...document.querySelectorAll('.marked')].at(-1).textContent")
-    assert shown == "".join(token[0] for token in tokens).replace("\ud800", "?").replace("\x00", "")
+    assert shown == "".join(token["text"] for token in tokens).replace("\ud800", "?").replace("\x00", "")
     assert browser.run("window.hacked") is None
     assert browser.complaints == []
 

@@ -64,11 +64,11 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
     ]
     assert [row["same_start_as_plain"] for row in result["rows"][:2]] == [1.0, 1.0]
     for row in result["rows"]:
-        assert "".join(text for text, *_ in row["tokens"]).split()
-        for _, origin, choice, probability, score in row["tokens"]:
-            assert origin in ("draft", "judge", "target")
-            assert (choice is not None and 0 < probability <= 1) == (origin == "judge")
-            assert score is None
+        assert "".join(token["text"] for token in row["tokens"]).split()
+        for token in row["tokens"]:
+            assert token["origin"] in ("draft", "judge", "target")
+            assert ("choice" in token and 0 < token["p_choice"] <= 1) == (token["origin"] == "judge")
+            assert token.get("judge") is None
     assert "topk:2" in (tmp_path / "demo.html").read_text()
 
 
@@ -193,6 +193,7 @@ def test_the_gain_comes_first_and_the_last_lines_say_it(run_demo: Run, with_gain
 
 def test_substitutions_are_marked_on_their_line() -> None:
     tokens = [["He", "target", None], [" has", "judge", " had"], [".\n\n", "judge", "."], ["So", "draft", None]]
+    tokens = [dict(zip(("text", "origin", "choice"), token, strict=True)) for token in tokens]
     assert mark_substitutions(tokens) == "He[ has| had][.↵↵|.]\n\nSo"
 
 
@@ -205,8 +206,8 @@ def test_the_gain_as_json(run_demo: Run, with_gain: None) -> None:
     assert (plain["passes"], plain["mean_accepted_length"], plain["speed_over_plain"]) == (12, 1, 1)
     assert exact["same_answer_as_plain"] == exact["same_start_as_plain"] == 1
     assert exact["example"] == plain["example"]
-    assert relaxed["judged"] == sum(token[1] == "judge" for token in relaxed["tokens"]) > 0
-    assert all(choice and 0 < p <= 1 for _, origin, choice, p, _ in relaxed["tokens"] if origin == "judge")
+    assert relaxed["judged"] == sum(token["origin"] == "judge" for token in relaxed["tokens"]) > 0
+    assert all(t["choice"] and 0 < t["p_choice"] <= 1 for t in relaxed["tokens"] if t["origin"] == "judge")
 
 
 def test_a_relaxed_rule_drafts_as_much_as_exact_and_every_token_counts(
@@ -289,7 +290,7 @@ def test_speeds_of_a_busy_machine_are_said_to_be_so(
 
 def gain_of(seconds: dict[str, list[float]], busy: str) -> dict[str, Any]:
     """What the question gave, with these seconds of the turns; every answer has ten tokens."""
-    known = {"passes": 5, "judged": 0, "same_answer_as_plain": 1.0, "tokens": 10 * [["a", "draft"]]}
+    known = {"passes": 5, "judged": 0, "same_answer_as_plain": 1.0, "tokens": 10 * [{"text": "a", "origin": "draft"}]}
     speeds = {"tokens_per_second": 10.0, "speed_over_plain": 2.0, "mean_accepted_length": 2.0, "gamma_mean": 3.0}
     known |= {"busy": busy, "judged_share": 0.0, "same_start_as_plain": 1.0}
     rows = [{"rule": name, "seconds": each, **known, **speeds} for name, each in seconds.items()]

@@ -12,6 +12,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
 from selfjudge.decoding.text import generate, stream
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.likelihood import make_token_rows
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
@@ -120,7 +121,7 @@ class SideBySide:
             "same_answer_as_plain": mean(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True)),
             "same_start_as_plain": mean(same_start(a.tokens, b.tokens) for a, b in zip(answers, plain, strict=True)),
             "example": answers[0].text,
-            "tokens": list_tokens(self.pair, answers[0]),
+            "tokens": make_token_rows(self.pair, answers[0]),
         }
 
 
@@ -160,15 +161,6 @@ def make_judge(pair: Pair, folder: Path, limit: int, notify: Notify) -> tuple[Ju
     own["auc"], own["auc_of"] = judge["metrics"]["auc_mismatch"], judge["metrics"]["n_holdout"]
     own["train_seconds"] = time.perf_counter() - begun - own["label_seconds"]
     return Judge.from_pretrained(folder / "judge"), own
-
-
-def list_tokens(pair: Pair, answer: Generation) -> list[list[Any]]:
-    """Each token as text and origin; of a judged one the target's choice, its probability and the judge's score."""
-    judged = {j.index: [j.target_text, j.target_probability, j.score] for j in answer.judged_tokens}
-    return [
-        [str(pair.tokenizer.decode([token], skip_special_tokens=True)), origin, *judged.get(i, [None, None, None])]
-        for i, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True))
-    ]
 
 
 def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:

@@ -79,12 +79,13 @@ def make_example_rows(
         sequences = [(ids, answer.tokens) for ids, answer in zip(encoded, answers, strict=True)]
         views = compute_likelihoods(pair, sequences, judge)
     return [
-        {"prompt": join_messages(prompt), "text": answer.text, "tokens": _make_token_rows(pair, answer, seen)}
+        {"prompt": join_messages(prompt), "text": answer.text, "tokens": make_token_rows(pair, answer, seen)}
         for prompt, answer, seen in zip(prompts, answers, views, strict=True)
     ]
 
 
-def _make_token_rows(pair: Pair, answer: Generation, seen: Likelihood | None) -> list[Row]:
+def make_token_rows(pair: Pair, answer: Generation, seen: Likelihood | None = None) -> list[Row]:
+    """Rows of tokens; what `seen` does not tell is known of the tokens whose acceptance was traced."""
     if seen is not None:
         p, p_choice = (map(math.exp, values) for values in (seen.log_p, seen.choice_log_p))
         views = dict(enumerate(zip(seen.choices, p, p_choice, seen.scores, strict=True)))
@@ -93,10 +94,10 @@ def _make_token_rows(pair: Pair, answer: Generation, seen: Likelihood | None) ->
     rows: list[Row] = []
     cycle = 0
     for k, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True)):
-        row: Row = {"text": str(pair.tokenizer.decode([token])), "origin": origin}
+        row: Row = {"text": str(pair.tokenizer.decode([token], skip_special_tokens=True)), "origin": origin}
         if k in views:
             choice, *shares = views[k]
-            row["choice"] = str(pair.tokenizer.decode([choice]))
+            row["choice"] = row["text"] if choice == token else str(pair.tokenizer.decode([choice]))
             rounded = (None if share is None else round(share, 4) for share in shares)
             row |= zip(("p", "p_choice", "judge"), rounded, strict=True)
         rows.append({**row, "cycle": cycle})

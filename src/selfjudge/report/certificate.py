@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.report.charts import Chart, Point, Series
-from selfjudge.report.demo import show_token
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import Sentences, fixed, points, show_count, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
@@ -191,11 +190,5 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
     """One self-contained HTML page. `examples` are answers lost and gained, with the tokens of both."""
     evidence = certificate["evidence"]
     chart = draw(_evidence_chart(evidence, certificate["rule"])).svg if evidence else None
-    forms = {"points": signed_points, "fixed": fixed, "show": _show_tokens}
+    forms = {"points": signed_points, "fixed": fixed}
     return render("certificate.html", **_contents(certificate), **forms, drawing=chart, examples=examples, data={})
-
-
-def _show_tokens(answer: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [
-        show_token(t["text"], t["origin"], t.get("choice"), t.get("p_choice"), t.get("judge")) for t in answer["tokens"]
-    ]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from selfjudge.report.formats import Sentences, fixed, percent, quote_token, tenths
+from selfjudge.report.formats import Sentences, fixed, percent, tenths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
 from selfjudge.report.tables import GAMMA, PER_PASS, RULE, Column, Table
@@ -30,9 +30,9 @@ COLUMNS = (
 def demo_page(result: Mapping[str, Any]) -> str:
     """One self-contained HTML page from what `selfjudge demo --json` prints.
 
-    A row of `result["rows"]` may have `tokens` of its first answer: `[text, origin, target's choice, its probability,
-    judge's score]`. Without them the answer is shown as plain text. All but `rows` may be missing: a demo may have been
-    stopped. `gain` is the question on the large model, and has rows of its own."""
+    A row of `result["rows"]` may have `tokens` of its first answer, as `make_token_rows` makes them; without them the
+    answer is shown as plain text. All but `rows` may be missing: a demo may have been stopped. `gain` is the question
+    on the large model, and has rows of its own."""
     rows: list[dict[str, Any]] = result["rows"]
     gain = result.get("gain") or {"rows": []}
     return render(
@@ -81,13 +81,13 @@ def describe_next(result: Mapping[str, Any]) -> str:
     return f'Next: selfjudge generate "your question"{pair} --color; or selfjudge serve{pair}, and open its address.'
 
 
-def mark_substitutions(tokens: Sequence[Sequence[Any]]) -> str:
+def mark_substitutions(tokens: Sequence[Mapping[str, Any]]) -> str:
     """An answer as text, with every substitution as [accepted|what the target wanted]; line ends follow the bracket."""
 
     def mark(text: str, choice: str) -> str:
         return f"[{text}|{choice}]".replace("\n", "↵") + "\n" * text.count("\n")
 
-    return "".join(mark(text, choice) if origin == "judge" else text for text, origin, choice, *_ in tokens)
+    return "".join(mark(t["text"], t["choice"]) if t["origin"] == "judge" else t["text"] for t in tokens)
 
 
 def gain_table(gain: Mapping[str, Any]) -> Table:
@@ -100,7 +100,7 @@ def gain_table(gain: Mapping[str, Any]) -> Table:
 
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = [show_token(*token) for token in row.get("tokens") or ()]
+    tokens = row.get("tokens") or ()
     counts = Counter(token["origin"] for token in tokens)
     return {
         "rule": row["rule"],
@@ -108,15 +108,3 @@ def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "counts": ", ".join(f"{counts[origin]} {origin}" for origin in ORIGINS) if tokens else "",
     }
-
-
-def show_token(
-    text: str, origin: str, choice: str | None = None, probability: float | None = None, score: float | None = None
-) -> dict[str, str]:
-    """A token as the template shows it; `wanted` is the target's choice where that is another token."""
-    wanted = ""
-    if choice is not None and choice != text:
-        certainty = "" if probability is None else f" (p {probability:.2f})"
-        judged = "" if score is None else f"; judge’s score {score:.2f}"
-        wanted = f"target wanted {quote_token(choice)}{certainty}{judged}"
-    return {"text": text, "origin": origin if origin in ORIGINS else "draft", "wanted": wanted}

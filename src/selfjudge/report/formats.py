@@ -1,7 +1,7 @@
 """How numbers, intervals and tokens are written in tables, charts and sentences."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -66,6 +66,16 @@ def quote_token(token: str) -> str:
     token = token if len(token) <= 24 else token[:23] + "…"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
     return f"“{shown.replace(' ', '␣')}”"
+
+
+def describe_choice(token: Mapping[str, Any]) -> str:
+    """What the target wanted in place of a token, where that is known to be another."""
+    choice, p, score = (token.get(name) for name in ("choice", "p_choice", "judge"))
+    if choice in (None, token["text"]):
+        return ""
+    certainty = "" if p is None else f" (p {p:.2f})"
+    judged = "" if score is None else f"; judge’s score {score:.2f}"
+    return f"target wanted {quote_token(choice)}{certainty}{judged}"
 
 
 class Sentences:

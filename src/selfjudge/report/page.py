@@ -18,6 +18,7 @@ from markupsafe import Markup
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import SECTIONS, make_charts
 from selfjudge.report.draw import PALETTE, Drawing, draw
+from selfjudge.report.formats import describe_choice
 from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
 from selfjudge.report.tables import make_tables, number_ids
 from selfjudge.report.verdict import make_verdict
@@ -97,6 +98,7 @@ def _templates() -> Environment:
         undefined=StrictUndefined,
     )
     templates.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[,:@])", text))
+    templates.filters["describe_choice"] = describe_choice
     templates.filters["hash_source"] = hash_source
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return templates
