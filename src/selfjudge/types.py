@@ -245,6 +245,8 @@ class Step:
     """With γ = auto: seconds that the table of costs has for this step, whatever else the machine does; else 0."""
     plain_cost: float = 0.0  # the same of a step without drafts
     out_of_memory: tuple[int, ...] = ()  # rows that were given up: the device has no memory for them
+    cached: Mapping[int, int] = field(default_factory=dict)
+    """Tokens of a prompt that the target did not read: they were found in the prefix cache. Of rows that enter."""
 
 
 PHASES = ("draft", "target", "judge", "rule")
@@ -269,6 +271,7 @@ class Generation:
     speed_over_plain: float | None = None
     """Speed of the cycles over plain decoding, by what both cost on this machine; None where γ is fixed."""
     guarded_tokens: int = 0  # tokens of the cycles that a guard left to exact verification
+    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
 
     @property
     def gamma_mean(self) -> float | None:

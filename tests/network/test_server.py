@@ -388,6 +388,18 @@ def test_health_and_metrics(server: Server) -> None:
     assert server.metric("request_seconds_count") == server.metric("generations_total")
 
 
+def test_a_prompt_that_was_read_before_is_found(server: Server) -> None:
+    before = server.metric("cached_prompt_tokens_total")
+    prompt = [3 + 7 * i % 50 for i in range(70)]
+    body = {"prompt": prompt, "max_tokens": 5, "selfjudge": {"off": True}}
+    usages = [server.send("POST", "/v1/completions", body)[2]["usage"] for _ in range(2)]
+    more = server.send("POST", "/v1/completions", {**body, "n": 2, "temperature": 1})[2]["usage"]
+    assert [usage["prompt_tokens_details"] for usage in (*usages, more)] == [
+        {"cached_tokens": 0}, {"cached_tokens": 63}, {"cached_tokens": 63},
+    ]  # fmt: skip
+    assert server.metric("cached_prompt_tokens_total") - before == 63 * 3
+
+
 def test_a_queue_that_is_full_a_time_that_is_over_and_an_orderly_end(
     start: Callable[..., Server], endless: list[str]
 ) -> None:

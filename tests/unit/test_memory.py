@@ -263,6 +263,7 @@ def test_only_the_prompt_that_is_too_long_is_given_up(full: Callable[..., None])
 
 
 def test_a_batch_says_which_answer_was_given_up(tiny_pair: Pair, full: Callable[..., None]) -> None:
+    tiny_pair.target_model.release()  # engines of other tests, and prefixes that they have read
     full(lambda tokens: tokens > 25)
     batch = Batch(tiny_pair, "exact", rows=2, length=90, gamma=2, engine="cuda")
     short, long = batch.add(prompt_of(5), max_new_tokens=8), batch.add(prompt_of(40), max_new_tokens=8)

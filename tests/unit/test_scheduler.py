@@ -12,6 +12,7 @@ import torch
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.text import Batch, StepOutput, generate
+from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
@@ -100,6 +101,37 @@ def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatc
     assert last(again[1]).result is not None
     assert scheduler.alive
     assert scheduler.busy == 0
+
+
+def test_what_a_key_has_read_is_found_by_this_key_alone(begin: Begin) -> None:
+    scheduler = begin()
+    scheduler.pair.target_model.kept.pop("prefixes", None)
+    scheduler.start()
+    cached, tokens = [], []
+    for key in (1, 1, 2, 1, 2):
+        one, updates = job(scheduler, prompt=tuple(range(10, 50)))
+        one.key = key
+        scheduler.submit(one)
+        result = last(updates).result
+        assert result is not None
+        cached.append(result.cached_tokens)
+        tokens.append(result.tokens)
+    assert cached == [0, 31, 0, 31, 31]
+    assert tokens == tokens[:1] * 5
+    assert scheduler.metrics.total("cached_prompt_tokens_total") == 93
+
+
+def test_without_a_prefix_cache_all_prompts_are_read(begin: Begin) -> None:
+    scheduler = begin(prefix_cache="0")
+    scheduler.start()
+    for _ in range(2):
+        one, updates = job(scheduler, prompt=tuple(range(10, 50)))
+        scheduler.submit(one)
+        result = last(updates).result
+        assert result is not None
+        assert result.cached_tokens == 0
+    with pytest.raises(SelfJudgeError, match="`prefix_cache` is a share"):
+        ServerConfig(prefix_cache="much").check()
 
 
 def test_who_gives_up_leaves_the_queue_or_the_batch(begin: Begin) -> None:

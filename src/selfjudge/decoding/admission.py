@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Request(NamedTuple):
     rule: AcceptanceRule | None = None  # its own rule, where those of the batch are `RowRules`; `exact` if not given
     gamma: Gamma | None = None  # its own γ there
     trace: bool = True  # whether to say what the target wanted at judged tokens, if the batch does
+    salt: Hashable = ""  # only requests of the same salt share prefixes that were read before
 
 
 @dataclass

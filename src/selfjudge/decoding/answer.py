@@ -28,6 +28,7 @@ class Answer:
     cycles: int = 0
     drafted: int = 0  # draft tokens of all cycles
     guarded: int = 0  # tokens that a guard left to exact verification
+    cached: int = 0  # tokens of the prompt that were found in the prefix cache
     gamma: int = 0  # draft tokens of the latest cycle
     fixed_gamma: int | None = None  # γ where it is the same for the whole answer
     cost: float = 0.0  # seconds of all cycles by the table of costs; 0 where γ was fixed
@@ -51,6 +52,7 @@ class Answer:
             self.gamma = min(self.gamma, emission.gamma)
         self.drafted += self.gamma
         self.guarded += emission.guarded
+        self.cached += step.cached.get(emission.row, 0)
         for phase, spent in step.seconds.items():
             self.seconds[phase] += spent
         if step.cycle > 0:
@@ -125,6 +127,7 @@ class Answer:
             gamma=self.fixed_gamma,
             speed_over_plain=self.plain_cost / self.cost if self.cost else None,
             guarded_tokens=self.guarded,
+            cached_tokens=self.cached,
         )
 
 

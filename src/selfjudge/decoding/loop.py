@@ -139,6 +139,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
     in_flight: deque[_StartedCycle] = deque()
     while True:
         batch.rows.cancel(cancelled)
+        batch.prefill.store(batch.rows)
         alive = batch.rows.alive
         batch.prefill.cancel(cancelled)
         batch.prefill.admit(queue, len(alive), cancelled)
@@ -266,7 +267,7 @@ class _LiveBatch:
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [None] * idle))
         self.changed = True
-        return step
+        return replace(step, cached=dict(zip(group.numbers, group.cached[0], strict=True)))
 
     def is_too_wide(self, alive: list[int]) -> bool:
         """Whether the live rows fit in a smaller batch."""
@@ -320,6 +321,7 @@ class _LiveBatch:
         outcome, drafted, live = started.packed.unpack(), started.packed.drafted, ~rows.finished
         non_finite, left = bool(outcome.non_finite[live].any()), rows.left.copy()
         emissions = rows.emit(outcome, self.eos_ids)
+        self.prefill.note(emissions)
         used = np.minimum(outcome.accepted, left - rows.left)  # drafts after the end of an answer are worth nothing
         plain, cost = 0.0, 0.0
         if started.number:

@@ -1,16 +1,18 @@
 """Prefill: prompts are read in chunks, between the steps of the rows that are already in the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.admission import AdmissionQueue, Request, limit_request
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, limit_request
 from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
-from selfjudge.engine.draft import BatchEngines
+from selfjudge.engine.draft import BACKLOG, BatchEngines
+from selfjudge.engine.prefixes import count_positions
+from selfjudge.types import Emission
 
 START_TOKENS = 2048  # tokens of a row in the static caches of a queue, before it asks for more
 CHUNKS_ALONE = 4  # chunks in one pass while no other rows are decoded; requests that arrive meanwhile wait for it
@@ -26,6 +28,7 @@ class PrefillGroup:
         self.timer = PhaseTimer(device)
         self.engines: BatchEngines | None = None
         self.output: Output  # the target's output at the last token that was read
+        self.cached = [[0] * len(self)] * 2  # first tokens of each row that target and draft need not read
         self.width = max(len(request.prompt) for request in self.requests)
         self.unread = self.width  # token columns that have not been read
 
@@ -38,8 +41,20 @@ class PrefillGroup:
         return max(len(request.prompt) + request.max_new_tokens for request in self.requests)
 
     @cached_property
-    def _padded(self) -> tuple[Tensor, Tensor]:
-        return _left_padded([request.prompt for request in self.requests], self.device)
+    def _padded(self) -> Tensor:
+        """[B, T] the last tokens of each prompt, which either cache lacks."""
+        return _left_padded([request.prompt[-self.width :] for request in self.requests], self.device)[0]
+
+    def restore(self, found: Sequence[Sequence[Sequence[Tensor]]]) -> None:
+        """Begin the rows of the engines with blocks that were found for them: of each row, and of each engine."""
+        assert self.engines is not None
+        by_engine = list(zip(*found, strict=True))
+        for engine, rows in zip(self.engines.engines, by_engine, strict=True):
+            if any(rows):
+                engine.restore(rows)
+        self.cached = [[count_positions(len(blocks)) for blocks in rows] for rows in by_engine]
+        prompts = enumerate(request.prompt for request in self.requests)
+        self.width = self.unread = max(len(prompt) - min(rows[b] for rows in self.cached) for b, prompt in prompts)
 
     def read_all(self) -> None:
         """Read all prompts at once. Without a draft, prefixes that prompts share are read once for all of them."""
@@ -67,18 +82,26 @@ class PrefillGroup:
     def read(self, columns: int) -> None:
         """Read the next columns through target and draft. Groups of several rows are read in one piece."""
         self.timer.wait()
-        all_tokens, all_counts = self._padded
         assert columns >= self.width or len(self) == 1
         start = self.width - self.unread
         stop = min(start + columns, self.width)
-        tokens, counts = all_tokens[:, start:stop], (all_counts - (self.width - stop)).clamp_max(stop - start)
         assert self.engines is not None
-        with self.timer("target"):
-            self.output = self.engines.target.prefill(tokens, counts)
-        if self.engines.draft is not None:
+        tokens, draft, features = self._padded[:, start:stop], self.engines.draft, None
+        if (counts := self._count(0, start, stop)) is not None:
+            with self.timer("target"):
+                self.output = self.engines.target.prefill(tokens, counts)
+            features = self.output.features
+        if draft is not None and (counts := self._count(1, start, stop)) is not None:
             with self.timer("draft"):
-                self.engines.draft.read(tokens, counts, self.output.features)
+                draft.read(tokens, counts, features)
         self.unread = self.width - stop
+
+    def _count(self, cache: int, start: int, stop: int) -> Tensor | None:
+        """[B] how many of these columns a cache lacks, the last ones of each row; None where it has all of them."""
+        rows = zip(self.requests, self.cached[cache], strict=True)
+        lacking = [len(request.prompt) - cached - (self.width - stop) for request, cached in rows]
+        counts = torch.tensor(lacking, device=self.device).clamp(0, stop - start)
+        return counts if max(lacking) > 0 else None
 
 
 @dataclass
@@ -96,6 +119,7 @@ class Prefill:
         self.given_up: list[int] = []  # rows that the device has no memory for
         self._held = 0  # live rows when a prompt found no memory: it is read again when one has left
         self._one_by_one = False  # whether prompts are read in their order: one has found no memory beside others
+        self._histories: dict[int, _RowHistory] = {}  # of the rows in the batch, where prefixes are kept
 
     def make_room(self, queue: AdmissionQueue, needed: int) -> bool:
         """Begin without rows, in caches for as many rows of the queue as there is memory for; False if for none.
@@ -139,15 +163,17 @@ class Prefill:
                 admitted.append((number, limit_request(request, self.engines.window)))
             else:
                 self.given_up.append(number)
-        groups: list[list[tuple[int, Request]]] = []
-        for row in admitted:
-            together = [*groups[-1], row] if groups else [row]
-            longest = max(len(request.prompt) for _, request in together)
-            if groups and longest * len(together) <= self.engines.target.chunk:
-                groups[-1] = together
-            else:
-                groups.append([row])
-        self.groups += [PrefillGroup(rows, self.engines.target.device) for rows in groups]
+        groups: list[tuple[int, list[tuple[int, Request]]]] = []  # longest part of a prompt that is read; rows
+        for number, request in admitted:
+            found = self.engines.find_blocks(request.prompt, request.salt)
+            unread, rows = len(request.prompt) - min(map(count_positions, map(len, found))), [(number, request)]
+            if groups and max(unread, groups[-1][0]) * (len(groups[-1][1]) + 1) <= self.engines.target.chunk:
+                longest, others = groups.pop()
+                unread, rows = max(unread, longest), [*others, *rows]
+            groups.append((unread, rows))
+        for unread, rows in groups:
+            self.groups.append(PrefillGroup(rows, self.engines.target.device))
+            self.groups[-1].unread = unread
 
     def cancel(self, cancelled: set[int]) -> None:
         """Drop the groups whose rows were all cancelled, and remove these rows from the set."""
@@ -168,7 +194,8 @@ class Prefill:
         if group.engines is None:
             group.engines = self.engines.aside()
             group.engines.reserve(len(group), group.longest + self.step_tokens)
-        group.read(max(1, chunk // len(group)))
+            group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
+        group.read(chunk if len(group) == 1 else group.width)
 
     def waits(self, alive: int) -> bool:
         """Whether there is nothing to read: no prompt, or no memory for it beside the `alive` rows."""
@@ -186,6 +213,8 @@ class Prefill:
         self._held, self._one_by_one = alive, True
         for engine in self.engines.static_engines:
             engine.trim()
+        if self.engines.prefixes is not None:
+            self.engines.prefixes.clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -193,7 +222,42 @@ class Prefill:
         """Remove and return a group that has been read to its end."""
         group = next(group for group in self.groups if not group.unread)
         self.groups.remove(group)
+        if self.engines.prefixes is not None:
+            rows = zip(group.numbers, group.requests, strict=True)
+            self._histories |= {n: _RowHistory(r.salt, list(r.prompt), len(r.prompt) - 1) for n, r in rows}
         return group
+
+    def note(self, emissions: Sequence[Emission]) -> None:
+        """Note the tokens of a step."""
+        missing = 0 if self.engines.draft is None else self.engines.draft.backlog.max_missing
+        for emission in emissions if self._histories else ():
+            if (row := self._histories.get(emission.row)) is not None:
+                row.tokens += emission.tokens
+                row.has_gaps |= missing >= BACKLOG
+                if not row.has_gaps:
+                    row.drafted = max(row.drafted, len(row.tokens) - 1 - missing)
+
+    def store(self, rows: BatchRows) -> None:
+        """Store the blocks of rows that have entered or ended since the last call. The newest token has none yet."""
+        places = zip(rows.index.tolist(), rows.finished.tolist(), strict=True) if self._histories else ()
+        for place, (number, ended) in enumerate(places):
+            row = self._histories.get(number)
+            if row is not None and (ended or not row.stored):
+                row.stored = True
+                self.engines.store_blocks(place, row.tokens, row.salt, (len(row.tokens) - 1, row.drafted))
+                if ended:
+                    del self._histories[number]
+
+
+@dataclass
+class _RowHistory:
+    """The tokens of a row."""
+
+    salt: Hashable
+    tokens: list[int]  # prompt and answer so far
+    drafted: int  # first positions that the draft's cache has at least
+    has_gaps: bool = False  # whether plain cycles may have left out tokens, which the draft never reads
+    stored: bool = False  # whether the blocks of its prompt are in the store
 
 
 def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:

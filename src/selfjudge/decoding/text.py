@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules, find_level
 from selfjudge.decoding.sampling import Sampling
+from selfjudge.engine.prefixes import open_store
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
@@ -180,10 +181,15 @@ class Batch:
         rows: int = 8,
         length: int = 4096,
         shared: RowRules | None = None,
+        prefix_cache: str | None = None,
         **options: Unpack[DecodingOptions],
     ) -> None:
-        """At most `rows` answers are decoded at a time, others wait; `length` limits prompt and answer together."""
+        """At most `rows` answers are decoded at a time, others wait; `length` limits prompt and answer together.
+
+        `prefix_cache` is the memory of the pair for what earlier prompts and answers began with: a size such as 1GB, a
+        share of what is available, `0` for none, a tenth if not given."""
         self._decoding = _Decoding(pair, rule, shared=shared, **options)
+        self._decoding.engines.prefixes = open_store(pair.target_model, prefix_cache)
         self._queue = AdmissionQueue(rows, length)
         self._answers: dict[int, Answer] = {}  # by row number, as the loop counts them
         self._dropped: set[int] = set()
@@ -207,13 +213,15 @@ class Batch:
         rule: AcceptanceRule | None = None,
         gamma: Gamma | None = None,
         trace: bool | None = None,
+        salt: Hashable = "",
     ) -> Answer:
         """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token of the model.
 
-        `edits` are for this answer alone, and so are, where rules are shared, `rule`, `gamma` and `trace`."""
+        `edits` are for this answer alone, and so are, where rules are shared, `rule`, `gamma` and `trace`. Prefixes are
+        shared with answers of the same `salt`."""
         streamed = streamed or bool(stop or stop_ids)
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids)
-        request = Request(prompt, max_new_tokens, row_seed(seed, 0), False, ignore_eos, edits)
+        request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos, edits=edits, salt=salt)
         self._queue.put(self._decoding.examine(self._decoding.complete(request, rule, gamma, trace)))
         self._answers[self._next] = answer
         self._next += 1

@@ -85,6 +85,7 @@ class Engine(RowCache):
     vocab_size: int
     captured_cycles: dict[Hashable, Any]
     """Cycles that were captured with this engine, for the next batch of the same shape."""
+    copies_blocks = False  # whether `copy_block` and `restore` are there
 
     @cached_property
     def chunk(self) -> int:
@@ -117,6 +118,14 @@ class Engine(RowCache):
 
     def rewind(self, rejected: Tensor) -> None:
         """Forget the last rejected[b] tokens of each row."""
+
+    def copy_block(self, row: int, start: int, stop: int) -> Tensor:
+        """A copy of the keys and values [2, layers, kv_heads, stop − start, width] of these positions of a row."""
+        raise NotImplementedError
+
+    def restore(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        """Begin the rows of an empty batch with blocks, one after the other, that `copy_block` has made."""
+        raise NotImplementedError
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
         """Return the functions, as captured graphs where the engine can; tensors of `state` are left as they were."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from selfjudge.engine.base import Engine, HeadEngine, RowCache
+from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.device import free_memory
 from selfjudge.types import Verdict
@@ -258,6 +260,8 @@ class BatchEngines:
     """What one batch hands on to the next, such as measured speeds."""
     shape: str = ""
     """Models, engine, device and versions, as JSON: what decides how long a cycle takes; empty where it is unknown."""
+    prefixes: PrefixStore | None = None  # blocks of earlier rows; None where they are not kept
+    spaces: Sequence[str] = ()  # what the store calls the blocks of target and draft
 
     def __post_init__(self) -> None:
         if self.target.static and self.draft is not None and not self.draft.static:
@@ -275,10 +279,13 @@ class BatchEngines:
         return min(cache.window for cache in self.caches)
 
     @property
+    def engines(self) -> list[Any]:
+        return [self.target] if self.draft is None else [self.target, self.draft.engine]
+
+    @property
     def static_engines(self) -> list[Any]:
         """The engines whose caches do not grow by themselves."""
-        engines = [self.target] if self.draft is None else [self.target, self.draft.engine]
-        return engines if self.target.static else []
+        return self.engines if self.target.static else []
 
     def holds(self, rows: int, length: int) -> bool:
         """Whether `reserve` needs no more memory for so many rows of that length."""
@@ -290,6 +297,8 @@ class BatchEngines:
         if free is None:
             return rows
         free += sum(engine.cache_bytes for engine in self.static_engines)  # freed first
+        if self.prefixes is not None:
+            free -= self.prefixes.limit - self.prefixes.used
         return min(rows, int(CACHE_SHARE * free // sum(engine.row_bytes(length) for engine in self.static_engines)))
 
     def reserve(self, rows: int, length: int) -> None:
@@ -310,3 +319,21 @@ class BatchEngines:
         """Keep these rows, in this order."""
         for cache in self.caches:
             cache.select(rows)
+
+    def find_blocks(self, tokens: Sequence[int], salt: Hashable) -> list[list[Tensor]]:
+        """For each engine the blocks that a row of these tokens may begin with; a head needs those of the target."""
+        if self.prefixes is None:
+            return [[] for _ in self.engines]
+        found = [self.prefixes.find((space, salt), tokens) for space in self.spaces[: len(self.engines)]]
+        if self.draft is not None and self.draft.features:
+            found = [blocks[: min(map(len, found))] for blocks in found]
+        return found
+
+    def store_blocks(self, row: int, tokens: Sequence[int], salt: Hashable, positions: Sequence[int]) -> None:
+        """Store the blocks of a row, of each engine among its first positions[i]; where there is no memory, none."""
+        assert self.prefixes is not None
+        try:
+            for engine, space, count in zip(self.engines, self.spaces, positions, strict=False):
+                self.prefixes.put((space, salt), tokens[: count + 1], partial(engine.copy_block, row))
+        except torch.OutOfMemoryError:
+            self.prefixes.clear()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
+from uuid import uuid4
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from selfjudge.engine.base import Engine, HeadEngine
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.draft import BatchEngines, Drafter, EagleDraft, ModelDraft
+from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.engine.reference import ReferenceEngine, ReferenceHead
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import dequantise
@@ -39,6 +41,7 @@ class PairEngines:
         """Without `drafts` the target decodes alone."""
         self.target, self.draft = pair.target_model, pair.draft_model if drafts and pair.draft is not None else None
         self.kind = kind
+        self.prefixes: PrefixStore | None = None
         if kind == "auto" and self.draft is not None and self.target.device.type == "cuda":
             reason = _why_not(self.target, "cuda") or _why_not(self.draft, "cuda")
             if reason is not None:
@@ -72,14 +75,18 @@ class PairEngines:
         with borrow_engine(
             self.target, hidden=hidden, features=features, int8=self.target.int8, kind=self.kind
         ) as target:
+            number = "" if self.draft is None else self.draft.keep("prefixes", uuid4)
+            spaces = f"target {self.kind} {self.target.int8}", f"draft {self.kind} {self.draft_int8} {number}"
+            prefixes = self.prefixes if target.copies_blocks else None
             if self.draft is None:
-                yield BatchEngines(target)
+                yield BatchEngines(target, prefixes=prefixes, spaces=spaces)
                 return
             int8 = self.draft_int8
             settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # they set the speed
             with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
                 kept: dict[Hashable, Any] = self.draft.keep(("batches", self.target, settings), dict)
-                yield BatchEngines(target, draft, kept, self.draft.keep(("shape", self.target, settings), self.shape))
+                shape = self.draft.keep(("shape", self.target, settings), self.shape)
+                yield BatchEngines(target, draft, kept, shape, prefixes, spaces)
 
     def shape(self) -> str:
         """What decides how long a cycle takes, as JSON; empty without a draft, and for models that are measured in less

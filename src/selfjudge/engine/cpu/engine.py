@@ -4,6 +4,7 @@ The kernel is compiled once, by the machine's C++ compiler, into the cache folde
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from typing import Self
 
@@ -71,6 +72,8 @@ _Buffers = tuple[Tensor, Tensor, Tensor, Tensor]
 class CpuEngine(Engine):
     """A model through the compiled forward pass. A row's cache is indexed by position: a rewind changes a number."""
 
+    copies_blocks = True
+
     def __init__(
         self,
         model: PreTrainedModel | LoadedModel,
@@ -105,6 +108,17 @@ class CpuEngine(Engine):
 
     def join(self, other: Self, idle: int = 0) -> None:
         self.lengths, self._caches = self.lengths + other.lengths, self._caches + other._caches
+
+    def copy_block(self, row: int, start: int, stop: int) -> Tensor:
+        return self._caches[row][:, :, :, start:stop].clone(memory_format=torch.contiguous_format)
+
+    @torch.inference_mode()
+    def restore(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        self.lengths = [sum(block.shape[3] for block in blocks) for blocks in rows]
+        self._grow(self.lengths)
+        for slots, length, blocks in zip(self._caches, self.lengths, rows, strict=True):
+            if blocks:
+                torch.cat(list(blocks), 3, out=slots[:, :, :, :length])
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:

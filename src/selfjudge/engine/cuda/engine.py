@@ -82,7 +82,7 @@ _Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]
 class CudaEngine(Engine):
     """A model with a static cache, whose passes are captured as CUDA graphs."""
 
-    static = True
+    static = copies_blocks = True
     version = 0
 
     def __init__(
@@ -255,6 +255,17 @@ class CudaEngine(Engine):
             own[:, there : there + new, :, :slots] = others[:, :, :, :slots]
         if len(self._asides) < ASIDES:
             self._asides.append(other)
+
+    def copy_block(self, row: int, start: int, stop: int) -> Tensor:
+        return torch.stack([cache[:, row, :, start:stop] for cache in (self.keys, self.values)])
+
+    @torch.no_grad()
+    def restore(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        lengths = [sum(block.shape[3] for block in blocks) for blocks in rows]
+        for row in filter(lengths.__getitem__, range(len(rows))):
+            for part, cache in enumerate((self.keys, self.values)):
+                torch.cat([block[part] for block in rows[row]], 2, out=cache[:, row, :, : lengths[row]])
+        self.lengths.copy_(torch.tensor(lengths))
 
     def _forward_prompts(
         self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None, lengths: Sequence[int]

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -295,11 +295,16 @@ class Completion:
         self.offsets[number] += sum(map(len, described["tokens"]))
         return described
 
-    def _usage(self, results: Iterable[Generation]) -> dict[str, int]:
-        """Each prompt counts once, each choice counts."""
-        prompt = sum(map(len, self.prompts))
+    def _usage(self, results: Collection[Generation]) -> Fields:
+        """Each prompt counts once, with the mean of what its answers found in the cache; each choice counts."""
+        prompt, cached = sum(map(len, self.prompts)), sum(result.cached_tokens for result in results)
         completion = self.copies * sum(len(result.tokens) for result in results)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached * len(self.prompts) // len(self.jobs)},
+        }
 
     def _describe(self, number: int, result: Generation) -> Fields:
         """The field `selfjudge` of an answer."""

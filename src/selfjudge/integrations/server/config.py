@@ -11,6 +11,7 @@ from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.integrations.hosts import ALLOWED
+from selfjudge.models.device import parse_memory
 from selfjudge.types import ENGINES, check_settings, setting
 
 BYTES_PER_TOKEN = 16
@@ -34,6 +35,7 @@ class ServerConfig:
     max_batches: int = setting(4, "Different rules decoded at a time; on CUDA each has a cache.", minimum=1)
     max_queue: int = setting(256, "Requests that may wait, shared out among the keys; more get a 429.", minimum=1)
     max_context: int = setting(4096, "Most tokens of a prompt with its answer.", minimum=2)
+    prefix_cache: str | None = setting(None, "Memory for prefixes of earlier prompts: a share, a size (1GB) or 0.")
     max_tokens: int = setting(1024, "Most tokens of an answer.", minimum=1)
     max_prompt_bytes: int | None = setting(None, f"Most bytes of a prompt; else {BYTES_PER_TOKEN} a token.", minimum=1)
     max_body: int = setting(1 << 20, "Most bytes of a request.", minimum=1)
@@ -46,6 +48,8 @@ class ServerConfig:
     def check(self) -> None:
         """Refuse values that no server can have."""
         check_settings(self)
+        if self.prefix_cache not in (None, "0"):
+            parse_memory(self.prefix_cache, "prefix_cache")
         if self.temperature:
             Sampling(self.temperature)
         for name in self.allowed_host:

@@ -97,7 +97,9 @@ class ShadowJobs:
         else:
             send = partial(self._take_second, result.text)
             self.waiting.append(
-                CompletionJob(job.prompt, self._exact, job.max_new_tokens, send, job.stop, streamed=bool(job.stop))
+                CompletionJob(
+                    job.prompt, self._exact, job.max_new_tokens, send, job.stop, streamed=bool(job.stop), key=job.key
+                )
             )
 
     def _take_second(self, shown: str, update: Update) -> None:

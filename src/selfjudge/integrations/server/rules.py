@@ -38,6 +38,7 @@ class BatchKey:
         """An empty batch of answers that are decoded so."""
         rows = 1 if self.background else config.max_batch
         options: dict[str, Any] = {"length": config.max_context, "engine": config.engine, "trace": self.trace}
+        options["prefix_cache"] = config.prefix_cache
         return Batch(pair, self.rule, gamma=self.gamma, rows=rows, **options)
 
     def as_json(self) -> dict[str, Any]:

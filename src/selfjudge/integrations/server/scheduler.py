@@ -19,6 +19,7 @@ import torch
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.text import Batch
+from selfjudge.engine.prefixes import open_store
 from selfjudge.engine.select import PairEngines
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
@@ -277,6 +278,7 @@ class Scheduler:
                 stop_ids=job.stop_ids,
                 ignore_eos=job.ignore_eos,
                 edits=job.edits,
+                salt=job.key,
             )
         except Exception:
             LOG.exception("an answer could not be started")
@@ -348,6 +350,7 @@ class Scheduler:
                 self.metrics.observe("time_between_tokens_seconds", (now - job.begun) / later, mode=mode)
                 self.metrics.observe("accepted_length", later / answer.cycles, mode=mode)
             self.metrics.add("prompt_tokens_total", answer.prompt_tokens, mode=mode)
+            self.metrics.add("cached_prompt_tokens_total", answer.cached, mode=mode)
             self.metrics.add("cycles_total", answer.cycles, mode=mode)
             self.metrics.add("drafted_tokens_total", answer.drafted, mode=mode)
             for origin in ("draft", "judge", "target"):
@@ -359,11 +362,13 @@ def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
     return len({one.choice for one in (job, *others)})
 
 
-def _choose_rows(pair: Pair, engine: str, context: int) -> int:
+def _choose_rows(pair: Pair, config: ServerConfig, context: int) -> int:
     """Answers at a time: on CUDA the power of two for which there is memory for whole contexts."""
     if pair.target.device.type != "cuda":
         return CPU_ROWS
-    with PairEngines(pair, engine).borrow(hidden=False) as engines:
+    own = PairEngines(pair, config.engine)
+    own.prefixes = open_store(pair.target_model, config.prefix_cache)
+    with own.borrow() as engines:
         rows = engines.limit_rows(CUDA_ROWS, context + MAX_GAMMA + 1)
     return max(CPU_ROWS, 1 << (rows.bit_length() - 1))
 
@@ -381,7 +386,7 @@ def start_scheduler(
         judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     rules = Rules(pair, judge, config.default_rule)
     context = min(config.max_context, pair.window)
-    config = replace(config, max_batch=config.max_batch or _choose_rows(pair, config.engine, context))
+    config = replace(config, max_batch=config.max_batch or _choose_rows(pair, config, context))
     most = min(config.max_tokens, context - 1)
     config = replace(config, name=config.name or pair.name, max_context=context, max_tokens=most)
     scheduler = Scheduler(pair, rules, config, Metrics())

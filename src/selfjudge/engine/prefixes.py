@@ -1,0 +1,106 @@
+"""Prefixes of earlier prompts and answers: keys and values of blocks of tokens, found again by all tokens up to them.
+
+A block's key is the hash of its tokens and of the key before it, begun with the cache and the salt it belongs to. Block
+i holds the positions up to the last token of its tokens, without this token: at least one token of a prompt is always
+read, for its logits, and the newest entry of a head is made of the token after it."""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from hashlib import blake2b
+from threading import Lock
+
+from torch import Tensor
+
+from selfjudge.models.device import free_memory, parse_memory
+from selfjudge.models.loaded import LoadedModel
+
+BLOCK = 32  # tokens
+
+
+SHARE = "0.1"  # of the memory that is available when a model's first prefix is kept
+
+
+def count_positions(blocks: int) -> int:
+    """Positions that so many first blocks hold."""
+    return max(0, blocks * BLOCK - 1)
+
+
+class PrefixStore:
+    """Blocks of any number of caches, at most `limit` bytes of them; those used longest ago go first."""
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit, self.used, self._lock = limit, 0, Lock()
+        self._blocks: OrderedDict[bytes, Tensor] = OrderedDict()  # the latest use last
+
+    def resize(self, limit: int) -> None:
+        with self._lock:
+            self.limit = limit
+            self._make_room(0, ())
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        with self._lock:
+            self._make_room(self.limit, ())
+
+    def find(self, space: Hashable, tokens: Sequence[int]) -> list[Tensor]:
+        """The blocks [2, layers, heads, n, width] of the longest known prefix; the last token is never part of it.
+
+        `space` names the cache, and who may find what was stored for it."""
+        found = []
+        with self._lock:
+            for key in _keys(space, tokens):
+                if key not in self._blocks:
+                    break
+                found.append(key)
+            self._touch(found)
+            return [self._blocks[key] for key in found]
+
+    def put(self, space: Hashable, tokens: Sequence[int], copy: Callable[[int, int], Tensor]) -> None:
+        """Store the blocks of these tokens that are not known; `copy` returns those of the positions from … to."""
+        with self._lock:
+            keys = list(_keys(space, tokens))
+            self._touch(keys)
+            for i, key in enumerate(keys):
+                if key not in self._blocks:
+                    block = copy(count_positions(i), count_positions(i + 1))
+                    if not self._make_room(block.nbytes, keys):
+                        break
+                    self._blocks[key] = block
+                    self.used += block.nbytes
+            self._touch(keys)
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """Note a use of blocks; the first of them are the last to go, since the others cannot be found without them."""
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+    def _make_room(self, needed: int, kept: Sequence[bytes]) -> bool:
+        """Remove the oldest blocks, but none of `kept`, until so many bytes more are allowed; whether they are."""
+        while self.used + needed > self.limit:
+            oldest = next(iter(self._blocks), None)
+            if oldest is None or oldest in kept:
+                return False
+            self.used -= self._blocks.pop(oldest).nbytes
+        return True
+
+
+def open_store(model: LoadedModel, limit: str | None) -> PrefixStore | None:
+    """The store that is kept for a target, of a size or a share of the available memory; None where it is `0`."""
+    store = model.keep("prefixes", PrefixStore)
+    size = 0.0 if limit == "0" else parse_memory(limit or SHARE, "prefix_cache")
+    if size <= 1:
+        size *= (free_memory(model.device) or 8e9) + store.used  # a guess where the system does not say
+    if limit is not None or not store.limit:
+        store.resize(int(size))
+    return store if store.limit else None
+
+
+def _keys(space: Hashable, tokens: Sequence[int]) -> Iterator[bytes]:
+    """The key of every full block of these tokens."""
+    key = repr(space).encode()
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        part = array("q", tokens[start : start + BLOCK]).tobytes()
+        key = blake2b(part, digest_size=16, key=blake2b(key, digest_size=16).digest()).digest()
+        yield key
