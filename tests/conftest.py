@@ -43,6 +43,9 @@ if TYPE_CHECKING:  # the process that hands out the tests needs no torch
     from selfjudge.models.pair import Pair
     from servers import Server
 
+REFERENCE = pytest.param("reference", marks=[pytest.mark.slow, pytest.mark.versions])
+"""The engine of transformers' own layers: quick tests compare it with a fresh forward, slow ones try it on the rest."""
+
 VOCAB = 61
 _COMMON = {
     "vocab_size": VOCAB,

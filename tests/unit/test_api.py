@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import selfjudge
+from conftest import REFERENCE
 from selfjudge import (
     AcceptanceRule,
     Block,
@@ -104,7 +105,7 @@ def test_one_default_for_gamma_and_theta(tiny_pair: Pair, judge: Judge) -> None:
         generate(tiny_pair, PROMPTS[0], gamma=500)
 
 
-@pytest.mark.parametrize("engine", ["reference", "auto", "cuda"])
+@pytest.mark.parametrize("engine", ["auto", "cuda", REFERENCE])
 def test_judged_tokens_say_what_the_target_wanted(tiny_pair: Pair, judge: Judge, engine: str) -> None:
     """Against a fresh forward pass over the whole answer."""
     rule = Judged(judge, 0.3)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from conftest import tiny_head, tiny_model
+from conftest import REFERENCE, tiny_head, tiny_model
 from equality import greedy
 from proposals import ARBITRARY, check_proposals, cycles, head_logits, model_logits, prompts_of
 from selfjudge.engine import draft as drafts
@@ -19,7 +19,7 @@ from selfjudge.errors import SelfJudgeError
 GAMMAS = [3, 0, 0, 5, 1, 0, 2, 2, *[0] * 9, 4, 0, 4]
 
 
-@pytest.fixture(params=["reference", "auto", "cuda"])
+@pytest.fixture(params=["auto", "cuda", REFERENCE])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(drafts, "BACKLOG", 12)
     for name, tokens in (("PREFILL_TOKENS", 9), ("CAPTURED_TOKENS", 0), ("STEP_TOKENS", 4)):
@@ -76,7 +76,7 @@ def check_head(kind: str, model: str, layers: int, normed: bool) -> None:
     check_proposals(made, prompts, partial(head_logits, head, target))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5])
+@pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow), 5])
 def test_a_head_reads_a_prompt_in_chunks(kind: str, chunk: int) -> None:
     target, (prompt,) = tiny_model(seed=1, num_hidden_layers=4), prompts_of([11])
     head = tiny_head(target)

@@ -205,12 +205,12 @@ def test_a_rule_that_needs_long_blocks_gets_them() -> None:
     ("machine", "pair", "rows", "static"),
     [
         pytest.param("h200-qwen", "qwen", 1, True, marks=pytest.mark.slow),
-        ("h200-qwen", "qwen", 64, True),
+        pytest.param("h200-qwen", "qwen", 64, True, marks=pytest.mark.slow),
         pytest.param("h200-qwen", "qwen", 8, True, marks=pytest.mark.slow),
         pytest.param("h200-qwen", "qwen", 512, True, marks=pytest.mark.slow),
         pytest.param("x86-qwen", "qwen", 1, False, marks=pytest.mark.slow),
         ("x86-smollm2", "smollm2", 1, False),
-        ("arm-qwen", "qwen", 1, False),
+        pytest.param("arm-qwen", "qwen", 1, False, marks=pytest.mark.slow),
         pytest.param("arm-smollm2", "smollm2", 1, False, marks=pytest.mark.slow),
     ],
 )
@@ -242,7 +242,7 @@ def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: 
     ("machine", "rows"),
     [
         ("h200-qwen", 8),
-        ("h200-8b", 64),
+        pytest.param("h200-8b", 64, marks=pytest.mark.slow),
         *(pytest.param("h200-qwen", rows, marks=pytest.mark.slow) for rows in (1, 16, 64)),
         *(pytest.param("h200-8b", rows, marks=pytest.mark.slow) for rows in (1, 8, 16)),
     ],
@@ -301,7 +301,7 @@ def test_a_rule_begins_with_what_exact_accepts() -> None:
     assert RequestGamma(statistics, TopK(2)).choose(1) == RequestGamma(statistics, Exact()).choose(1) > 4
 
 
-@pytest.mark.parametrize("rows", [64, 256])
+@pytest.mark.parametrize("rows", [64, pytest.param(256, marks=pytest.mark.slow)])
 def test_rows_that_share_beat_every_fixed_gamma(rows: int) -> None:
     """Half of the rows do mathematics, half answer open questions: drafts go where they are likely to stand."""
     tasks = recordings("qwen")

@@ -154,10 +154,11 @@ SHIFTS = {
 }
 
 
+@pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shift", SHIFTS)
-def test_other_requests_are_noticed_within_500(shift: str) -> None:
+def test_other_requests_are_noticed_within_500(shift: str, runs: int) -> None:
     """Calibrated on 600 chats; after 250 good requests. In 19 of 20 runs, or in all of fewer."""
-    noticed, runs = 0, 20 if shift.startswith("code") else 4
+    noticed = 0
     for seed in range(runs):
         rng = np.random.default_rng(seed)
         monitor = DriftMonitor(describe_scope(served(rng, 600, **CHAT), 0.05), 0.05)
@@ -172,9 +173,10 @@ def test_other_requests_are_noticed_within_500(shift: str) -> None:
     assert "requests are unlike those of the certificate: " in monitor.verdict
 
 
-def test_requests_like_the_calibrations_are_seldom_taken_for_others() -> None:
-    """40 calibrations, each with 1,000 requests of the same kind: half of δ is what these bets and intervals may spend."""
-    delta, wrong, runs = 0.2, 0, 40
+@pytest.mark.parametrize("runs", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_requests_like_the_calibrations_are_seldom_taken_for_others(runs: int) -> None:
+    """Each calibration with 1,000 requests of the same kind: half of δ is what these bets and intervals may spend."""
+    delta, wrong = 0.2, 0
     for seed in range(runs):
         rng = np.random.default_rng(100 + seed)
         scope, share = describe_scope(served(rng, 200, **CHAT), delta), delta / 8 / 3

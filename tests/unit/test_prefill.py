@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from conftest import VOCAB, tiny_model
+from conftest import REFERENCE, VOCAB, tiny_model
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
@@ -25,7 +25,7 @@ MODELS = tiny_model(seed=1), tiny_model(seed=2)
 SAMPLED = SpeculativeSampling(Sampling(0.9))
 
 
-@pytest.fixture(params=["reference", "auto", "cuda"])
+@pytest.fixture(params=["auto", "cuda", REFERENCE])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

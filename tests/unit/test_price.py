@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from conftest import REFERENCE
 from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RuleRequest, resolve_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, JudgeOnly, Margin, SpeculativeSampling
@@ -204,7 +205,7 @@ def test_prices_that_make_no_sense_are_refused(wrong: Any, message: str) -> None
 PROMPTS = ["w1 w5 w26", "w9 w8 w7 w6 w5", "w3"]
 
 
-@pytest.mark.parametrize("engine", ["reference", "cpu"])
+@pytest.mark.parametrize("engine", [REFERENCE, "cpu"])
 def test_in_the_loop(tiny_pair: Pair, engine: str) -> None:
     judge = Judge(JudgeConfig(tiny_pair.hidden_size), torch.randn(tiny_pair.hidden_size))
 

@@ -114,7 +114,7 @@ def models() -> tuple[object, object]:
 
 
 @pytest.mark.parametrize("rule", STRICT, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("kind", ["reference", "cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_the_strictest_setting_is_exact(models: tuple, rule: AcceptanceRule, kind: str) -> None:
     prompts = prompts_of([3, 9, 1])
     found = cycles(*models, prompts, [4] * 6, rule, kind=kind)
