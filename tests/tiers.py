@@ -38,7 +38,9 @@ sys.addaudithook(_refuse)  # sees every thread and every way to start a process;
 
 @cache
 def _ask_other_programs() -> None:
-    """What the package asks once in a process, so that no test does: a compiler for the kernels, git, lscpu."""
+    """What the package asks once in a process, so that no test does: a compiler for the kernels, git, lscpu, fonts."""
+    import matplotlib.font_manager  # noqa: F401
+
     from conftest import tiny_model
     from selfjudge.engine.cpu import engine as cpu
 
