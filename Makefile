@@ -41,7 +41,7 @@ TYPER_5.19.0 := 0.27.0
 COMPAT := $(addprefix tests/unit/test_,decode.py engine.py pair.py score.py text.py) tests/process/test_cli.py
 test-compat: test-compat-5.17.0 test-compat-5.19.0
 test-compat-%: .venv/.installed .compat/%
-	PYTHONPATH=.compat/$* OMP_NUM_THREADS=1 $(BIN)/pytest -n0 $(COMPAT) -m "not slow and not gpu" -k "not distribution and not reference_page and not (test_decode and (auto or cuda))"
+	PYTHONPATH=.compat/$* OMP_NUM_THREADS=1 $(BIN)/pytest -n0 $(COMPAT) -m "versions or (not slow and not gpu)" -k "not distribution and not reference_page and not full and not (test_decode and (auto or cuda))"
 
 # 29 wrong lines, each of which some test must catch
 test-faults: .venv/.installed
