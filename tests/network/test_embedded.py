@@ -71,6 +71,7 @@ def test_the_draft_is_of_use(embedded: Pair) -> None:
     assert accepted > 12  # of 48 tokens; a draft materialised wrongly agrees on next to none
 
 
+@pytest.mark.slow
 def test_the_draft_is_an_ordinary_model_that_says_what_our_engine_makes_it_say(embedded: Pair) -> None:
     folder = checkpoint_folder("smollm2-135m/draft")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -87,6 +88,7 @@ def test_the_draft_is_an_ordinary_model_that_says_what_our_engine_makes_it_say(e
     assert tokenizer.get_vocab() == embedded.tokenizer.get_vocab()
 
 
+@pytest.mark.slow
 def test_a_refusing_judge_is_exact_and_the_guard_holds_back_an_accepting_one(embedded: Pair) -> None:
     prompt, size = PROMPTS[1:2], embedded.hidden_size
     exact = generate(embedded, prompt, Exact(), gamma=3, max_new_tokens=16)[0]
@@ -146,6 +148,7 @@ def test_a_rough_draft_changes_few_drafts(embedded: Pair) -> None:
         assert other.text[:12] == one.text[:12]
 
 
+@pytest.mark.slow
 def test_draft_equal_to_target_accepts_everything(embedded: Pair) -> None:
     twin = dataclasses.replace(embedded, draft_model=Draft(embedded.target, sha256=embedded.target_sha256))
     (answer,) = generate(twin, PROMPTS[1:2], gamma=3, max_new_tokens=1 + 4 * 5)
@@ -153,6 +156,7 @@ def test_draft_equal_to_target_accepts_everything(embedded: Pair) -> None:
     assert answer.origins == ("target", *(("draft",) * 3 + ("target",)) * 5)
 
 
+@pytest.mark.slow
 def test_an_accepting_judge_emits_the_drafts_own_continuation(embedded: Pair) -> None:
     rule = Judged(constant_judge(1.0, embedded.hidden_size), 0.5, guard=False)
     (answer,) = generate(embedded, PROMPTS[1:2], rule, gamma=3, max_new_tokens=1 + 4 * 4)
@@ -170,6 +174,7 @@ def test_an_accepting_judge_emits_the_drafts_own_continuation(embedded: Pair) ->
         assert list(answer.tokens[start : start + 3]) == own[0, -3:].tolist()
 
 
+@pytest.mark.slow
 def test_a_guarded_rule_gets_the_special_tokens_of_the_pair(embedded: Pair) -> None:
     """Built in Python without them: the judge still has no say at the end token."""
     always = Judged(constant_judge(1.0, embedded.hidden_size), 0.5)

@@ -575,7 +575,7 @@ def test_no_body_makes_the_server_fail(server: Server) -> None:
     statuses: set[int] = set()
 
     @given(body=almost | json_value | st.binary(max_size=30))
-    @settings(FUZZ, max_examples=200)
+    @settings(FUZZ, max_examples=80)
     def one(body: Any) -> None:
         status, _, answer = server.send("POST", "/v1/chat/completions", body)
         assert status in (200, 400), answer
@@ -629,7 +629,7 @@ def test_nothing_is_left_of_five_hundred_requests(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def embedded_server(start: Callable[..., Server]) -> Server:
-    return start("--pair", "smollm2-135m", "--device", "cpu", "--dtype", "float32", "--gamma", "3")
+    return start("--pair", "smollm2-135m", "--device", "cpu", "--gamma", "3")
 
 
 def test_a_short_prompt_passes_a_long_one_that_goes_with_its_client(embedded_server: Server) -> None:
@@ -650,13 +650,13 @@ def test_a_short_prompt_passes_a_long_one_that_goes_with_its_client(embedded_ser
     assert server.metric("generations_total", finish="cancelled") == 1
 
 
-def test_the_embedded_pair_says_over_http_what_generate_says(embedded_server: Server, embedded: Pair) -> None:
+def test_the_embedded_pair_says_over_http_what_generate_says(embedded_server: Server, shipped: Pair) -> None:
     server = embedded_server
-    shipped = Judge.from_pretrained(EMBEDDED["smollm2-135m"].judge or "")
+    judge = Judge.from_pretrained(EMBEDDED["smollm2-135m"].judge or "")
     prompts = ["Why is the sky blue?", "Write a haiku about rain."]
-    rules = [EXACT, RuleRequest("judged", theta="R").resolve(embedded, shipped)]
+    rules = [EXACT, RuleRequest("judged", theta="R").resolve(shipped, judge)]
     for prompt, how, rule in zip(prompts, ({}, {"rule": "judged"}), rules, strict=True):
-        (made,) = generate(embedded, [prompt], rule, gamma=3, max_new_tokens=24)
+        (made,) = generate(shipped, [prompt], rule, gamma=3, max_new_tokens=24)
         answer = server.client().chat.completions.create(
             model="smollm2-135m", messages=[{"role": "user", "content": prompt}], max_tokens=24, temperature=0,
             extra_body={"selfjudge": how},

@@ -114,6 +114,7 @@ def test_the_target_as_its_own_draft_is_always_right(draft_quality: Any, checkpo
         assert cycles == sum(-(-(len(a) - 1) // (gamma + 1)) for a in answers)
 
 
+@pytest.mark.slow
 def test_the_quality_of_a_draft_is_pooled_over_all_prompts(draft_quality: Any) -> None:
     target, other = (tiny_model(seed=s, max_position_embeddings=512) for s in (1, 2))
     words = models.WordLevel({w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}, unk_token="<unk>")
@@ -154,6 +155,7 @@ def test_the_quality_of_a_draft_is_pooled_over_all_prompts(draft_quality: Any) -
         draft_quality.bench_draft(Pair("p", Target(target, "t"), None, tokenizer), sets)
 
 
+@pytest.mark.slow
 def test_a_study_compares_judges_of_one_label_folder(run_script: Callable[..., str], tmp_path: Path) -> None:
     labels = label_folder(tmp_path / "labels", evidence=400)
     found = json.loads(run_script("study.py", str(labels), "--out", str(tmp_path / "study"), "--json"))
@@ -264,6 +266,7 @@ def at_equal_m(folder: Path, n: int = 300) -> None:
         write_run(folder, "gsm8k", rule, 10, rows, exact)
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_lead_is_that_of_resampled_examples(equal_m: Any, tmp_path: Path) -> None:
     at_equal_m(tmp_path / "eval")
     runs = read_results([tmp_path / "eval"]).runs

@@ -158,6 +158,7 @@ def test_bench_decode(run, pair: list[str]) -> None:
     assert alone["runs"][0]["spread"] is None  # of one repeat
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", ["", "this machine is busy: speeds are not reliable (a test)"])
 def test_bench_decode_ranks_nothing_on_a_busy_machine(
     run, pair: list[str], monkeypatch: pytest.MonkeyPatch, busy: str

@@ -96,6 +96,7 @@ def test_every_row_is_what_its_substitution_leads_to(pair: Pair, prompts: str, t
     assert read_manifest(out) == manifest
 
 
+@pytest.mark.slow
 def test_no_more_places_than_allowed_and_the_same_ones_in_any_shard(pair: Pair, prompts: str, tmp_path: Path) -> None:
     every, some, parted = (tmp_path / name for name in ("all", "some", "parted"))
     label_pair(pair, every, settings_of(prompts, substitutions=None))

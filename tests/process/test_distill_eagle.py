@@ -305,6 +305,7 @@ def test_a_target_whose_states_cannot_be_read(pair: Pair, settings: DistillConfi
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path) -> None:
     pair = Pair.load(checkpoints["target"], device="cpu", dtype="bfloat16", needs_draft=False)
     pair.tokenizer.chat_template = CHAT

@@ -270,6 +270,7 @@ def test_a_full_disk_leaves_nothing_half_written(
     distill_draft(pair, out, settings)  # there is space again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "size"), [("training", 30_000), ("writing", 30_000), ("writing", 100_000)])
 def test_a_disk_that_fills_up_while_models_are_written(
     pair: Pair, settings: DistillConfig, tmp_path: Path, stage: str, size: int
@@ -327,6 +328,7 @@ def test_unusual_settings_work(pair: Pair, settings: DistillConfig, tmp_path: Pa
     assert result["training"]["steps"] > 0
 
 
+@pytest.mark.slow
 def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path) -> None:
     pair = Pair.load(checkpoints["target"], device="cpu", dtype="bfloat16", needs_draft=False)
     assert distill_draft(pair, tmp_path / "out", settings)["training"]["steps"] > 0

@@ -318,7 +318,12 @@ def test_speeds_of_a_busy_machine_are_measured_again_later(
     ("seconds", "gamma", "finding"),
     [
         ({"plain": 2.0, "margin": 0.98, "topk": 0.99}, 3, "Nothing here beats exact: margin:"),
-        ({"plain": 0.5, "margin": 0.98, "topk": 0.99}, 0, "Nothing here beats plain decoding: margin:"),
+        pytest.param(
+            {"plain": 0.5, "margin": 0.98, "topk": 0.99},
+            0,
+            "Nothing here beats plain decoding: margin:",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rule_that_hardly_gains_is_not_taken(

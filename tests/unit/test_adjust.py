@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from conftest import VOCAB, tiny_head, tiny_model
+from conftest import REFERENCE, VOCAB, tiny_head, tiny_model
 from equality import greedy
 from proposals import prompts_of
 from selfjudge.decoding.adjust import LEAST_LOGPROB, LeastTokens, LogProbabilities, Penalties, TokenBias
@@ -26,7 +26,7 @@ from selfjudge.models.loaded import as_draft
 
 TARGET = tiny_model(seed=1)
 SMALL = tiny_model(seed=2)
-KINDS = ["reference", "auto", "cuda"]
+KINDS = ["auto", "cuda", REFERENCE]
 Change = Callable[[Tensor, list[int], list[int]], Tensor]
 """What parameters do to the logits [V] that follow a prompt and an answer, written out."""
 
@@ -74,8 +74,13 @@ def penalise(
 WEIGHTS = [(1.5, 0.0, 1.0), (0.0, 0.8, 1.0), (0.0, 0.0, 1.3), (-0.5, 0.4, 1.1), (0.0, -2.0, 1.0)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("draft", ["same", "small", "head"])
+@pytest.mark.parametrize(
+    ("kind", "draft"),
+    [
+        ("auto", "small"), ("auto", "head"), ("cuda", "same"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("auto", "same"), ("cuda", "small"), ("cuda", "head"), ("reference", "small"))),
+    ],
+)  # fmt: skip
 def test_greedy_answers_under_penalties(kind: str, draft: str) -> None:
     """One row for each choice of penalties beside one without, in one batch."""
     prompts = prompts_of([3, 17, 9, 5, 12, 8])
@@ -121,7 +126,7 @@ def test_greedy_answers_under_a_bias_and_a_least_length(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_under_penalties_has_the_changed_distribution(kind: str) -> None:
     """The second token of an answer, drafted by another model, under everything at once."""
-    (prompt,), rows, rounds, w = prompts_of([5]), 400, 3, (1.0, 0.7, 1.2)
+    (prompt,), rows, rounds, w = prompts_of([5]), 250, 3, (1.0, 0.7, 1.2)
     first = greedy(TARGET, prompt, 1)[0]
     found: Counter[int] = Counter()
     accepted = 0
@@ -162,7 +167,14 @@ class Only:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9)), Margin(2.0), TopK(3)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Exact(),
+        SpeculativeSampling(Sampling(0.9)),
+        *(pytest.param(r, marks=pytest.mark.slow) for r in (Margin(2.0), TopK(3))),
+    ],
+)
 def test_logprobs_are_the_targets_own(kind: str, rule: AcceptanceRule) -> None:
     """Raw ones, also of accepted drafts, below other edits, in rows of different lengths."""
     prompts = prompts_of([3, 11])

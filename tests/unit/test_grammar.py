@@ -59,8 +59,13 @@ def cut(tokens: list[int], end: int = END) -> list[int]:
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
-@pytest.mark.parametrize("kind", ["reference", "auto", "cuda"])
-@pytest.mark.parametrize("draft", ["same", "small", "head"])
+@pytest.mark.parametrize(
+    ("kind", "draft"),
+    [
+        ("auto", "small"), ("auto", "head"), ("cuda", "same"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("auto", "same"), ("cuda", "small"), ("cuda", "head"), ("reference", "small"))),
+    ],
+)  # fmt: skip
 def test_exact_under_a_grammar_is_plain_decoding_under_it(
     speller: Pair, grammar: Grammar, expected: list[list[int]], kind: str, draft: str
 ) -> None:

@@ -355,6 +355,7 @@ def test_math_verify_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not one.same({}, "x+y", "y+x")
 
 
+@pytest.mark.slow
 def test_math_verify_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfjudge.tasks.scoring._SECONDS", None)  # its clock runs on while a busy machine waits
     assert all(
@@ -386,6 +387,7 @@ def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not one.checkable
 
 
+@pytest.mark.slow
 def test_rouge_itself(made_up: Path) -> None:
     one = load_task("cnn_dailymail", made_up)
     found = one.score(one.examples("test")[0], "The stories 0.")
