@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here asks the hub; what 
 os.environ["SELFJUDGE_PAIR"] = "smollm2-135m"  # the small pair wherever a test names none
 
 import atexit
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,6 +36,15 @@ def _own_home() -> None:
 
 
 _own_home()
+
+with contextlib.suppress(ImportError):  # vLLM's environment and GPU machines lack it
+    from hypothesis import HealthCheck, settings
+
+    # how long an example takes says how busy the machine is; fixtures that all examples share are meant
+    settings.register_profile(
+        "selfjudge", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    )
+    settings.load_profile("selfjudge")
 
 if TYPE_CHECKING:  # the process that hands out the tests needs no torch
     import transformers as hf

@@ -62,7 +62,7 @@ def alive(token: str) -> list[str]:
 
 def gone(token: str) -> bool:
     """A killed process needs a moment to vanish from the list, on a busy machine some seconds."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while alive(token):
         if time.monotonic() > deadline:
             return False
@@ -123,17 +123,22 @@ def test_a_memory_hog(anywhere: str) -> None:
 NO_GROUP = sandbox.find_group_problem()
 MANY = """
 import os
-children = []
+wait, go = os.pipe()
+told = []
 for _ in range(5):
-    if not (child := os.fork()):
+    reader, writer = os.pipe()
+    if not os.fork():
+        os.close(go)
         held = b"x" * (160 << 20)
         os.write(1, b".")
-        import time
-        time.sleep(1)
+        os.write(writer, b".")
+        os.read(wait, 1)  # until every other one has its memory, or is no more
         os._exit(0)
-    children.append(child)
-for child in children:
-    os.waitpid(child, 0)
+    os.close(writer)
+    told.append(reader)
+for reader in told:
+    os.read(reader, 1)
+os.close(go)
 """
 
 
@@ -362,7 +367,7 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         for number in range(3): os.close(number)
-        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(60)", "{token}"])
+        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", "{token}"])
     os._exit(0)
 import time
 time.sleep(0.5)
@@ -370,7 +375,7 @@ print("done")
 """
     ended = hostile(code)
     assert ended.stdout == "done\n"
-    assert ended.seconds < 50  # nobody waited for the child
+    assert not ended.killed  # for waiting for the child
     assert gone(token)
 
 
@@ -380,7 +385,7 @@ def test_all_die_at_once(anywhere: str, end: str, tmp_path: Path) -> None:
     code = f"""
 import os, sys
 os.setsid() if os.fork() == 0 else None
-os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(60)", "{token}"])
+os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", "{token}"])
 """
     if end == "wall clock":
         assert hostile(code, seconds=2).killed == "time"
@@ -390,7 +395,7 @@ os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(6
     script = f"from selfjudge.tasks.sandbox import runner\n{unsafe}\nrunner.run({code!r}, allow_unsafe=True)"
     caller = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 300
         while not alive(token):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -398,7 +403,7 @@ os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(6
         caller.kill()
         caller.wait()
     assert gone(token)
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 300
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert list(tmp_path.iterdir()) == []

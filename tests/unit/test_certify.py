@@ -40,7 +40,7 @@ def by_hand(claim: Claim, differences: list[float]) -> list[float]:
 
 
 @given(DIFFERENCES, st.floats(0.01, 0.6), st.floats(0.001, 0.5), st.integers(1, 400))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_capital_is_that_of_the_formula(differences: list[float], epsilon: float, delta: float, n: int) -> None:
     claim = Claim(epsilon, delta, n)
     assert np.allclose(np.exp(compute_log_capital(claim, differences)), by_hand(claim, differences), rtol=1e-9)
@@ -48,7 +48,7 @@ def test_the_capital_is_that_of_the_formula(differences: list[float], epsilon: f
 
 
 @given(DIFFERENCES, DIFFERENCES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_stake_depends_on_the_past_alone(differences: list[float], others: list[float]) -> None:
     claim = Claim(0.1, 0.05, 200)
     alone, before = compute_log_capital(claim, differences), compute_log_capital(claim, differences + others)
@@ -143,7 +143,7 @@ def test_all_scores_equal_is_the_quickest_certificate() -> None:
 
 
 @given(st.floats(0.02, 0.5), st.floats(0.001, 0.3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_fewest_prompts_can_certify_and_one_less_cannot(epsilon: float, delta: float) -> None:
     least = find_fewest_prompts(epsilon, delta)
     assert can_certify(Claim(epsilon, delta, least))
@@ -192,7 +192,7 @@ def test_differences_beyond_one_are_refused() -> None:
 
 
 @given(st.integers(1, 300), st.integers(0, 300), st.floats(0.001, 0.5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_binomial_bound_is_clopper_and_pearsons(n: int, hits: int, delta: float) -> None:
     hits = min(hits, n)
     expected = 1.0 if hits == n else float(stats.beta.ppf(1 - delta, hits + 1, n - hits))

@@ -51,7 +51,7 @@ def test_every_logit_equals_a_fresh_forward(
     monkeypatch.setattr(cpu, "CHUNK", 5)
     few_tokens_a_pass(monkeypatch)
 
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(batch=st.integers(1, 4), plan=st.lists(operation, min_size=4, max_size=14), seed=st.integers(0, 2**16))
     def every_logit(batch: int, plan: list[tuple[str, int, int]], seed: int) -> None:
         follow(make_engine(MODELS[kind], hidden=True, kind=engine_kind), MODELS[kind], batch, plan, seed)

@@ -139,7 +139,7 @@ def test_independent_prompts_lose_a_tenth_of_the_power_at_most(epsilon: float, n
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.floats(-1, 1)), min_size=1, max_size=20), st.integers(0, 60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_group_counts_once_by_its_mean(groups: list[tuple[int, float]], answered: int) -> None:
     sizes = [size for size, _ in groups]
     differences = [d / (1 + i) for size, d in groups for i in range(size)][:answered]
@@ -206,7 +206,7 @@ WORDS = st.lists(st.sampled_from("abcdefgh"), min_size=0, max_size=14).map(" ".j
 
 
 @given(st.lists(WORDS, min_size=2, max_size=12, unique=True), st.floats(0.2, 1.0))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_pair_above_the_threshold_is_found(texts: list[str], similar: float) -> None:
     texts = ["begin " + texts[0], "other " + texts[1], *texts[2:], "x y z end"]  # nothing is common to all
     sets = [

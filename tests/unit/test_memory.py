@@ -287,7 +287,7 @@ def answer(scheduler: Scheduler, prompt: list[int]) -> Update:
     updates: queues.Queue[Update] = queues.Queue()
     scheduler.submit(CompletionJob(prompt, scheduler.rules.choose(), 8, updates.put))
     while True:
-        update = updates.get(timeout=60)
+        update = updates.get(timeout=600)
         if update.result is not None or update.failure:
             return update
 

@@ -29,7 +29,7 @@ def refuted(bound: float, delta: float, n: int, differences: np.ndarray) -> np.n
 
 
 @given(LOSSES, st.floats(0.0, 0.6), st.floats(0.01, 0.5), st.integers(1, 15))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_request_after_the_other_is_all_at_once(losses: list[float], bound: float, delta: float, n: int) -> None:
     monitor = Monitor(bound, delta, n)
     verdicts = [monitor.observe(loss) for loss in losses]
@@ -102,7 +102,7 @@ def test_one_request_a_round_refutes_nothing_false() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=20, max_size=60), st.floats(0.01, 0.3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_bound_of_the_calibration_is_above_what_it_saw(losses: list[float], delta: float) -> None:
     bound = find_upper_bound(losses, delta)
     assert min(losses) <= bound <= 1

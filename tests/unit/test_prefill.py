@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from conftest import REFERENCE, VOCAB, tiny_model
 from selfjudge.decoding.admission import AdmissionQueue, Request
@@ -148,7 +148,7 @@ request_plan = st.tuples(
 
 
 @pytest.mark.parametrize("gamma", [0, 2])
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4)
 @given(plan=st.lists(request_plan, min_size=1, max_size=6), chunk=st.integers(1, 9), rows=st.integers(1, 4))
 def test_whatever_arrives_and_leaves_tokens_are_those_alone(
     kind: str, gamma: int, plan: list[tuple[int, int, int, int | None]], chunk: int, rows: int

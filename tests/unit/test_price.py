@@ -47,7 +47,7 @@ def scan(drafts: list[tuple[float, bool]], price: float) -> list[bool]:
     return taken
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(drafts=BLOCKS, price=EIGHTHS)
 def test_no_other_set_of_drafts_is_worth_more(drafts: list[tuple[float, bool]], price: float) -> None:
     """Over all sets that hold the aligned drafts: the walk is worth the most, and is the shortest that is.
@@ -64,7 +64,7 @@ def test_no_other_set_of_drafts_is_worth_more(drafts: list[tuple[float, bool]], 
         assert k == min(walk(s) for s in sets if value(rest, walk(s), price) == best)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60)
 @given(drafts=BLOCKS, prices=st.tuples(EIGHTHS, EIGHTHS).map(sorted))
 def test_a_higher_price_accepts_what_a_lower_one_does(drafts: list[tuple[float, bool]], prices: list[float]) -> None:
     lower, higher = (scan(drafts, price) for price in prices)

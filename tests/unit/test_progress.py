@@ -45,7 +45,7 @@ class Watched(io.StringIO):
 
     def wait(self, lines: int) -> list[str]:
         for _ in range(lines):
-            assert self.written.acquire(timeout=120)
+            assert self.written.acquire(timeout=600)
         return self.getvalue().splitlines()
 
 

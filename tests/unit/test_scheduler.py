@@ -330,7 +330,7 @@ def test_captures_that_find_no_memory_do_not_end_the_server(begin: Begin, monkey
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.01)

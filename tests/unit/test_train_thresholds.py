@@ -57,7 +57,7 @@ def f1(scores: NDArray[Any], labels: NDArray[Any], theta: float, positive: int) 
     return Fraction(2 * hit, max(1, 2 * hit + wrong + missed))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(scores_and_labels())
 def test_the_area_under_the_curve_is_scikit_learns(case: tuple[Scores, Scores]) -> None:
     scores, truth = case
@@ -66,7 +66,7 @@ def test_the_area_under_the_curve_is_scikit_learns(case: tuple[Scores, Scores]) 
     assert np.isnan(roc_auc(scores[:0], truth[:0]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scores_and_labels())
 def test_thresholds_are_those_of_a_search_by_hand(case: tuple[Scores, Scores]) -> None:
     scores, truth = case
@@ -81,7 +81,7 @@ def test_thresholds_are_those_of_a_search_by_hand(case: tuple[Scores, Scores]) -
         assert found["R"] == max(rejecting, found["F"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scores_and_labels())
 def test_youden_is_where_the_shares_are_furthest_apart(case: tuple[Scores, Scores]) -> None:
     scores, truth = case
@@ -118,7 +118,7 @@ def test_r_is_stricter_than_f_only_where_it_has_to_be() -> None:
     assert strict["R"] == scores[47] > strict["F"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(scores_and_labels())
 def test_the_quality_curve_keeps_its_word_and_asks_for_no_more(case: tuple[Scores, Scores]) -> None:
     scores, truth = case

@@ -220,7 +220,7 @@ RULES = (
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     asked=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(RULES)), min_size=1, max_size=6),
     features=st.sampled_from(FEATURES),
@@ -341,7 +341,7 @@ def drawn_step(dice: random.Random, rows: Callable[..., DraftRows], partly: bool
     return step, wanted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), partly=st.booleans())
 @pytest.mark.slow
 def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: bool) -> None:
