@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -575,6 +575,7 @@ def test_no_body_makes_the_server_fail(server: Server) -> None:
     statuses: set[int] = set()
 
     @given(body=almost | json_value | st.binary(max_size=30))
+    @example(body=GOOD)
     @settings(FUZZ, max_examples=80)
     def one(body: Any) -> None:
         status, _, answer = server.send("POST", "/v1/chat/completions", body)
