@@ -19,7 +19,7 @@ from selfjudge.integrations.server.schema import IGNORED, UNSUPPORTED, ChatReque
 PAGE = Path(__file__).parent / "serving.md"
 MARKS = re.compile(r"(?<=<!-- parameters -->\n).*?(?=<!-- end -->)", re.S)
 VLLM_IGNORES = {
-    "audio", "best_of", "function_call", "functions", "metadata", "modalities", "moderation", "prediction", "prompt_cache_key",
+    "audio", "best_of", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "metadata", "modalities", "moderation", "prediction", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "selfjudge", "service_tier", "store", "user",
     "verbosity", "web_search_options",
 }  # fmt: skip

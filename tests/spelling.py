@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import transformers as hf
@@ -9,25 +10,26 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from conftest import VOCAB, tiny_model
 
-CHARACTERS = '{}":,[]ĠĊ<>/_-.0123456789abcdefghijklmnopqrstuvwxyz'
+CHARACTERS = '{}":,[]ĠĊ<>/;_-.0123456789abcdefghijklmnoprstuvwxyz'
 MERGES = [("t", "r"), ("tr", "u"), ("tru", "e"), ('"', ":"), ('":', "Ġ"), ("{", '"')]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}-"
 
 
-def spelling_tokenizer(template: str = TEMPLATE) -> hf.PreTrainedTokenizerFast:
+def spelling_tokenizer(template: str = TEMPLATE, markers: Sequence[str] = ()) -> hf.PreTrainedTokenizerFast:
     words = ["<pad>", "<s>", "</s>", *CHARACTERS, *("".join(pair) for pair in MERGES)]
     assert len(words) < VOCAB
     inner = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=MERGES))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     made = hf.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", bos_token="<s>", pad_token="<pad>")
+    made.add_special_tokens({"additional_special_tokens": [*markers]})
     made.chat_template = template
     return made
 
 
-def save_spellers(root: Path, template: str = TEMPLATE) -> tuple[str, str]:
+def save_spellers(root: Path, template: str = TEMPLATE, markers: Sequence[str] = ()) -> tuple[str, str]:
     """Folders of a target and a draft."""
     for seed, name in enumerate(("target", "draft"), 1):
         tiny_model(seed=seed, max_position_embeddings=512).save_pretrained(root / name)
-        spelling_tokenizer(template).save_pretrained(root / name)
+        spelling_tokenizer(template, markers).save_pretrained(root / name)
     return str(root / "target"), str(root / "draft")

@@ -18,14 +18,25 @@ BOTH: dict[str, Any] = {
     "frequency_penalty": 0.5, "ignore_eos": True, "logit_bias": {"5": 1}, "max_completion_tokens": 3, "max_tokens": 3, "min_p": 0.1,
     "min_tokens": 2, "model": "x", "n": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1, "seed": 1, "selfjudge": {"off": True},
     "stop": ["w9"], "stop_token_ids": [5], "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.5, "top_k": 3,
-    "top_p": 0.5,
+    "top_p": 0.5, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
+    "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "start: /a/",
 }  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "f"}}
 VALUES: dict[type, dict[str, Any]] = {
-    ChatRequest: {**BOTH, **CHAT, "logprobs": True, "top_logprobs": 3, "chat_template_kwargs": {"shout": True}},
+    ChatRequest: {
+        **BOTH,
+        **CHAT,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "chat_template_kwargs": {"shout": True},
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
     TextRequest: {**BOTH, "logprobs": 3, "echo": True, "prompt": ["w1", "w2"]},
 }
 """A value that is not the default, for each parameter that works."""
-NEEDS = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+NEEDS = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "tool_choice": {"tools": [TOOL]}}
 
 
 def test_the_page_holds_the_table() -> None:

@@ -91,7 +91,7 @@ def _compiler(library: Any, pair: Pair) -> Any:
 
 def _reason(matcher: LLMatcher) -> str:
     """Why a matcher has failed, in a line."""
-    reason = matcher.get_error().split("\n", 1)[0]
+    reason = matcher.get_error().split("\n", 1)[0][:200]
     return "no answer can fit it" if reason == "NoExtensionBias" else reason
 
 

@@ -191,6 +191,10 @@ class RuleRequest:
             return replace(request, theta=own.theta, quality=own.quality)
         return request
 
+    def strictly(self) -> RuleRequest:
+        """The same request, whose rule verifies structured answers exactly, whatever it says about that."""
+        return replace(self._without({"strict_code"}), strict_code=True)
+
     def threshold(self, judge: Judge | JudgeConfig) -> float:
         """θ as a number; the default of this judge if the request has none."""
         return judge.threshold(self._values.get("theta"))

@@ -19,10 +19,11 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from selfjudge.decoding.adjust import LogProbabilities
+from selfjudge.decoding.grammar import Grammar, compile_grammar
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.asgi import RefusedError, error_body
+from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, Update
 from selfjudge.integrations.server.logprobs import TokenTexts
@@ -30,6 +31,8 @@ from selfjudge.integrations.server.parameters import choose_sampling, is_blind, 
 from selfjudge.integrations.server.rules import BatchKey
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import ChatRequest, SelfJudgeOptions, TextRequest
+from selfjudge.integrations.server.structured import NamedTool, StructuredFields, read_grammar
+from selfjudge.integrations.server.tools import CallReader, ToolFormat
 from selfjudge.models.pair import Pair
 from selfjudge.types import PHASES, Generation
 
@@ -52,14 +55,22 @@ class Encoder:
         self.variables = {*re.findall(r"[^\W\d]\w*", str(pair.tokenizer.chat_template))} - {*given, "messages"}
         self._pairs = [replace(pair, tokenizer=copy.deepcopy(pair.tokenizer)) for _ in range(2)]
         self._threads = [ThreadPoolExecutor(1, "tokenize") for _ in range(2)]
+        self.pair, self.tool_format, self._compiling = pair, ToolFormat.of(pair), ThreadPoolExecutor(2, "grammar")
+        with contextlib.suppress(SelfJudgeError):  # the first grammar of a pair takes a second, as nothing else runs
+            compile_grammar(pair, "start: /a/")
 
-    async def encode(self, prompt: str | list[dict[str, str]], size: int, template: Fields | None = None) -> list[int]:
+    async def encode(self, prompt: str | list[Fields], size: int, template: Fields | None = None) -> list[int]:
         """Token ids of a text, or of messages through the chat template with its variables; `size` in bytes."""
         pair, thread = self._pairs[size > SHORT_BYTES], self._threads[size > SHORT_BYTES]
-        raw = isinstance(prompt, str)
-        return await asyncio.get_running_loop().run_in_executor(
-            thread, lambda: pair.encode(prompt, raw=raw, variables=template)
-        )
+        encode = partial(pair.encode, prompt, raw=isinstance(prompt, str), variables=template)
+        return await asyncio.get_running_loop().run_in_executor(thread, encode)
+
+    async def compile(self, body: StructuredFields) -> Grammar | None:
+        """The grammar of a request's answers."""
+        if not body.is_formed:
+            return None
+        read = partial(read_grammar, self.pair, body, self.tool_format)
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, read)
 
 
 class Completion:
@@ -80,12 +91,16 @@ class Completion:
     async def respond(self) -> Response:
         """Decode, and answer whole or as server-sent events."""
         sampling, n = choose_sampling(self.body, self.config.temperature), self.body.n or 1
-        self.prompts = await self._encode()
+        with self.scheduler.reserve(self.request.state.key):
+            self.grammar = await self.encoder.compile(self.body)
+            self.prompts = await self._encode()
         self.copies = 1 if sampling else n  # choices that share a job: greedy answers are all the same
         seeds = range(n // self.copies)
         self.jobs = [self._make_job(prompt, sampling, seed) for prompt in self.prompts for seed in seeds]
         for number, job in enumerate(self.jobs):
             job.send = partial(self._send, asyncio.get_running_loop(), number)
+        written = self.encoder.tool_format if isinstance(self.body, ChatRequest) and self.body.usable_tools else None
+        self.readers = [CallReader(written) for _ in self.jobs] if written else []
         self.request.state.mode = self.jobs[0].choice.mode  # for the guard's count
         self.scheduler.submit(*self.jobs)
         self.watch = asyncio.ensure_future(self._watch_client())
@@ -98,17 +113,18 @@ class Completion:
             loop.call_soon_threadsafe(self.updates.put_nowait, (number, update))
 
     async def _encode(self) -> list[list[int]]:
-        """Token ids of the prompts. Meanwhile the request holds a place in the queue."""
-        with self.scheduler.reserve(self.request.state.key):
-            if isinstance(self.body, TextRequest):
-                return [await self._encode_prompt(prompt) for prompt in self.body.prompt]
-            messages = [message.plain() for message in self.body.messages]
-            size = sum(len(message["content"].encode()) + MESSAGE_BYTES for message in messages)
-            template = self.body.chat_template_kwargs or {}
-            for name in template.keys() - self.encoder.variables:
-                message = f"the chat template has no variable {name[:50]!r}"
-                raise RefusedError(400, message, param="chat_template_kwargs")
-            return [await self._encode_text(messages, size, template)]
+        """Token ids of the prompts."""
+        if isinstance(self.body, TextRequest):
+            return [await self._encode_prompt(prompt) for prompt in self.body.prompt]
+        messages, tools = [message.plain() for message in self.body.messages], self.body.template_tools
+        if self.encoder.tool_format is not None:
+            messages = self.encoder.tool_format.messages(messages, tools)
+        more = [tools, *(message.get("tool_calls", "") for message in messages)]
+        size = sum(len(message["content"].encode()) + MESSAGE_BYTES for message in messages) + len(str(more))
+        template = self.body.chat_template_kwargs or {}
+        for name in template.keys() - self.encoder.variables:
+            raise RefusedError(400, f"the chat template has no variable {name[:50]!r}", param="chat_template_kwargs")
+        return [await self._encode_text(messages, size, {**template, "tools": tools or None})]
 
     async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -118,9 +134,7 @@ class Completion:
             raise RefusedError(400, f"token ids lie between 0 and {last}", param="prompt")
         return prompt
 
-    async def _encode_text(
-        self, prompt: str | list[dict[str, str]], size: int, template: Fields | None = None
-    ) -> list[int]:
+    async def _encode_text(self, prompt: str | list[Fields], size: int, template: Fields | None = None) -> list[int]:
         if size > self.config.prompt_bytes:
             limit = self.config.prompt_bytes
             raise self._too_long(f"the prompt has {size} bytes, and this server takes {limit}: shorten it")
@@ -133,6 +147,7 @@ class Completion:
         body, top = self.body, self.body.wanted_logprobs
         noted = None if top is None else LogProbabilities(top)
         edits = make_edits(body, prompt, [*self.scheduler.pair.eos_ids], self.encoder.vocabulary)
+        last = () if self.grammar is None else (self.grammar.begin(),)
         seed = secrets.randbits(62) if body.seed is None else row_seed(body.seed, copy) if copy else body.seed
         return CompletionJob(
             prompt,
@@ -142,7 +157,7 @@ class Completion:
             stop=body.stop,
             stop_ids=body.stop_token_ids,
             ignore_eos=bool(body.ignore_eos),
-            edits=edits if noted is None else (noted, *edits),
+            edits=(*edits, *last) if noted is None else (noted, *edits, *last),
             logprobs=noted,
             seed=seed,
             streamed=bool(body.stream or body.stop),
@@ -157,7 +172,7 @@ class Completion:
         trace, seeded = options.judged_tokens or options.tokens, self.body.seed is not None
         choose = partial(self.scheduler.rules.choose, sampling=sampling, trace=trace, seeded=seeded)
         try:
-            asked = options.rule_request()
+            asked = options.rule_request() if self.grammar is None else options.rule_request().strictly()
             choice = choose(asked, off=options.off)
             if edited and is_blind(choice.rule):
                 if asked.is_open:
@@ -216,15 +231,16 @@ class Completion:
                 if update.failure:
                     raise RefusedError(*FAILURES[update.failure])
                 if update.result is not None:
+                    self._check_grammar(number)
                     results[number] = update.result
         finally:
             self._end()
         choices: list[Fields] = []
         for number, result in sorted(results.items()):
-            message = {"role": "assistant", "content": self._echo(number) + result.text, "refusal": None}
+            message = self._message(number, result)
             logprobs, described = self._read_logprobs(number, len(result.tokens)), self._describe(number, result)
             for index in self._indices(number):
-                choices.append(self._choice(index, "message", message, _finish(result), logprobs))
+                choices.append(self._choice(index, "message", message, self._finish(number, result), logprobs))
                 choices[-1]["selfjudge"] = described
         more = {"selfjudge": choices[0].pop("selfjudge")} if len(choices) == 1 else {}  # several speak for themselves
         return {**self.head, "choices": choices, "usage": self._usage(results.values()), **more}
@@ -242,20 +258,63 @@ class Completion:
             while len(results) < len(self.jobs):
                 number, update = await self.updates.get()
                 if update.text or update.pieces:
-                    delta = {"content": update.text} if update.text else {}
+                    delta, *others = self._deltas(number, update.text) or [{}]
                     more = _describe_tokens(update) if self.options.tokens else {}
                     yield self._tell(number, delta, logprobs=self._read_logprobs(number, len(update.pieces)), **more)
+                    yield self._tell_all(number, others)
                 if update.failure:
-                    yield _event(error_body(*FAILURES[update.failure]))
-                    return
+                    raise RefusedError(*FAILURES[update.failure])
                 if (result := update.result) is not None:
                     results.append(result)
-                    yield self._tell(number, {}, _finish(result), selfjudge=self._describe(number, result))
+                    self._check_grammar(number)
+                    yield self._tell_all(number, self._deltas(number, "", last=True))
+                    yield self._tell(number, {}, self._finish(number, result), selfjudge=self._describe(number, result))
             if usage:
                 yield _event(self.head, choices=[], usage=self._usage(results))
             yield "data: [DONE]\n\n"
+        except RefusedError as error:
+            yield _event(error.body)
         finally:
             self._end()
+
+    def _check_grammar(self, number: int) -> None:
+        for edit in self.jobs[number].edits:
+            if isinstance(edit, Grammar) and edit.error:
+                raise RefusedError(400, f"the schema or grammar was given up in the middle of an answer: {edit.error}")
+
+    def _message(self, number: int, result: Generation) -> Fields:
+        """The message of an answer, put together from what would be streamed."""
+        message: Fields = {
+            "role": "assistant",
+            "content": None if self.readers else self._echo(number),
+            "refusal": None,
+        }
+        for delta in self._deltas(number, result.text, last=True):
+            if "content" in delta:
+                message["content"] = (message["content"] or "") + delta["content"]
+            for new in delta.get("tool_calls", ()):
+                calls, function = message.setdefault("tool_calls", []), new.pop("function")
+                if new.pop("index") == len(calls):
+                    calls.append({**new, "function": function})
+                else:
+                    calls[-1]["function"]["arguments"] += function["arguments"]
+        return message
+
+    def _deltas(self, number: int, text: str, *, last: bool = False) -> list[Fields]:
+        """What new text adds to the message of a job."""
+        if self.readers:
+            return [*self.readers[number].read(text, last=last)]
+        return [{"content": text}] if text else []
+
+    def _finish(self, number: int, result: Generation) -> str:
+        """Why an answer has ended; a tool that the client named was no choice of the model, as OpenAI sees it."""
+        if result.finish == "length":
+            return "length"
+        called = self.readers and self.readers[number].calls
+        return "tool_calls" if called and not isinstance(getattr(self.body, "tool_choice", None), NamedTool) else "stop"
+
+    def _tell_all(self, number: int, deltas: Iterable[Fields]) -> str:
+        return "".join(self._tell(number, delta) for delta in deltas)
 
     def _tell(
         self, number: int, delta: Fields, finish: str | None = None, logprobs: Fields | None = None, **more: Any
@@ -341,7 +400,3 @@ def _describe_tokens(update: Update) -> Fields:
 
 def _event(data: Fields, **more: Any) -> str:
     return f"data: {json.dumps({**data, **more}, ensure_ascii=False)}\n\n"
-
-
-def _finish(result: Generation) -> str:
-    return "length" if result.finish == "length" else "stop"

@@ -7,15 +7,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
 from selfjudge.decoding.rule_parser import STRICT, RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import EMPTY_PROMPT
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.structured import FailFast, Strict, StructuredFields, ToolCall, ToolFields
 from selfjudge.store import read_asset
 
 _FIELDS = json.loads(read_asset(__package__, "openai.json"))
@@ -61,17 +62,10 @@ def _read_bias(value: Any) -> Any:
     return {int(token): float(bias) for token, bias in value.items()}
 
 
-T = TypeVar("T")
 MOST_ANSWERS = 128  # prompts of a request, answers to each, and both together
 MOST_TOKENS = 1024  # tokens that `logit_bias` and `stop_token_ids` may name
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=512)]
-FailFast = Annotated[T, Field(fail_fast=True)]
-"""A list that is refused at its first wrong element: errors of a million elements would take seconds."""
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SelfJudgeOptions(Strict):
@@ -112,17 +106,38 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | FailFast[list[TextPart]]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | FailFast[list[TextPart]] | None = None
     name: str | None = None
+    tool_calls: FailFast[list[ToolCall]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None  # what answers have and clients send back; here it is never set
+    annotations: list[None] | None = None
+    audio: None = None
+    function_call: None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("a message needs content")
+        if (self.tool_call_id is not None) is not (self.role == "tool") or (
+            self.tool_calls and self.role != "assistant"
+        ):
+            raise ValueError("tool_call_id belongs to messages of role tool, tool_calls to those of role assistant")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+
+    def plain(self) -> dict[str, Any]:
         """As chat templates want it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        called = {"tool_calls": [call.plain() for call in self.tool_calls]} if self.tool_calls else {}
+        answered = {"tool_call_id": self.tool_call_id, "name": self.name} if self.role == "tool" else {}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.text, **called, **answered}
 
 
-class CompletionRequest(Strict):
+class CompletionRequest(StructuredFields):
     """What both endpoints have in common."""
 
     model: str | None = None
@@ -175,7 +190,10 @@ class CompletionRequest(Strict):
             ("stream_options", self.stream_options is not None and not self.stream, "needs stream: true"),
             ("selfjudge.tokens", origins and not self.stream, "needs stream: true"),
             ("min_tokens", bool(self.min_tokens and self.stop), "does not know of stop strings: give stop_token_ids"),
+            ("min_tokens", bool(self.min_tokens) and self.is_formed, "does not go with a schema, a grammar or tools"),
+            ("ignore_eos", bool(self.ignore_eos) and self.is_formed, "does not go with a schema, a grammar or tools"),
             ("min_tokens", bool(limits and (self.min_tokens or 0) > max(limits)), "is more than max_tokens"),
+            *self.form_conflicts(),
             *self._own_conflicts(),
         ):
             if refused:
@@ -192,7 +210,7 @@ class CompletionRequest(Strict):
         return None
 
 
-class ChatRequest(CompletionRequest):
+class ChatRequest(ToolFields, CompletionRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -210,7 +228,7 @@ class ChatRequest(CompletionRequest):
     @field_validator("messages")
     @classmethod
     def _say_something(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
-        if not any(message.plain()["content"].strip() for message in messages):
+        if not any(message.text.strip() for message in messages):
             raise ValueError(EMPTY_PROMPT)
         return messages
 

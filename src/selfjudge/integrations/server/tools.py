@@ -1,0 +1,172 @@
+"""Tool calls in the words of chat templates: what a grammar asks for, and what is read back from an answer.
+
+Under its grammar an answer writes calls in one way alone, so that reading them back needs no guesses."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from selfjudge.decoding.grammar import json_rule
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair
+from selfjudge.store import read_asset
+
+MOST_CALLS = 32  # of an answer: a small model may find no end
+TEXT = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a chat template writes calls: MARKER BEGIN {"name": …, KEY: …} BETWEEN {…} END."""
+
+    marker: str
+    begin: str
+    between: str
+    end: str
+    key: str = "arguments"
+    at_start: bool = False  # whether calls are the whole answer; their marker may then be missing
+    token: int | None = None  # the marker as a special token, which has no text
+    native: bool = True  # whether the template itself knows tools
+
+    @classmethod
+    def of(cls, pair: Pair) -> ToolFormat | None:
+        """The format of a pair's chat template; Hermes', told in a system message, for a template without tools."""
+        tokenizer = pair.tokenizer
+        if not tokenizer.chat_template:
+            return None
+        template = str(tokenizer.get_chat_template(tools=[{}]))
+        if not re.search(r"\btools\b", template):
+            return replace(HERMES, native=False)
+        for known in (MISTRAL, HERMES, LLAMA):
+            if known.marker in template or (known is LLAMA and '"parameters": ' in template):
+                token = tokenizer.get_added_vocab().get(known.marker)
+                special = token is not None and tokenizer.added_tokens_decoder[token].special
+                return replace(known, token=token if special else None)
+        return None
+
+    @property
+    def lead(self) -> str:
+        """The text before the first call's name."""
+        marker = "" if self.at_start or self.token is not None else self.marker
+        return f'{marker}{self.begin}{{"name": "'
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], content: str | None, several: bool) -> str:
+        """Calls of these functions, or the Lark rule `content` in their place; None: calls alone."""
+        marker = json.dumps(self.marker) if self.token is None else f"<[{self.token}]>"
+        calls, alone = f"({marker})? calls" if self.at_start else f"{marker} calls", content is None
+        more = f" ({json.dumps(self.between)} call){{0,{MOST_CALLS - 1}}}" if several else ""
+        rules = [f"calls: {json.dumps(self.begin)} call{more} {json.dumps(self.end)}"]
+        if alone:
+            rules.append(f"start: {calls}")
+        elif content != TEXT or self.at_start:
+            rules += [
+                f"start: content | {calls}",
+                r"content: /([^{](.|\n)*)?/" if content == TEXT else f"content: {content}",
+            ]
+        elif self.token is None:  # free text until the marker, which ends it at once
+            rules += ["start: content | head calls", f"content: {TEXT}", f"head[lazy]: {TEXT} {marker}"]
+        else:
+            rules += [f"start: content ({calls})?", f"content: {TEXT}"]
+        for i, tool in enumerate(tools):
+            name = json.dumps(f'{{"name": "{tool["name"]}", "{self.key}": ')
+            schema = {"type": "object", **(tool.get("parameters") or {"properties": {}, "additionalProperties": False})}
+            if schema["type"] != "object":
+                raise SelfJudgeError(f"the parameters of tool {tool['name']} must be an object")
+            rules.append(f'call_{i}: {name} args_{i} "}}"')
+            rules.append(f"args_{i}: {json_rule(schema, strict=bool(tool.get('strict')))}")
+        rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+        return "\n".join(("%llguidance {}", *rules))
+
+    def messages(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the template takes them; one without tools reads about them, and of calls and their results,
+        as text."""
+        if self.native:
+            return messages
+        told: list[dict[str, Any]] = []
+        if tools:
+            first = messages[0]["content"] + "\n\n" if messages[0]["role"] == "system" else ""
+            described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            told.append({"role": "system", "content": first + read_asset(__package__, "tools.txt").strip() % described})
+        for message in messages[1 if tools and messages[0]["role"] == "system" else 0 :]:
+            content = message["content"]
+            if message["role"] == "tool":
+                message = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+            elif calls := message.get("tool_calls"):
+                named = [
+                    {"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls
+                ]
+                texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in named]
+                message = {"role": "assistant", "content": "\n".join([content, *texts] if content else texts)}
+            told.append(message)
+        return told
+
+
+HERMES = ToolFormat("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+LLAMA = ToolFormat("<|python_tag|>", "", "; ", "", "parameters", at_start=True)
+MISTRAL = ToolFormat("[TOOL_CALLS]", "[", ", ", "]")
+
+
+class CallReader:
+    """Splits the text of an answer, as it comes, into content and parts of tool calls, as OpenAI streams them."""
+
+    def __init__(self, written: ToolFormat) -> None:
+        self.lead, self.at_start, name = written.lead, written.at_start, f'([\\w-]+)", "{written.key}": '
+        self.first, self.later = re.compile(re.escape(self.lead) + name), re.compile('\\{"name": "' + name)
+        self.rest, self.told, self.calls = "", False, 0  # text that is not told yet; whether content was
+        self.open, self.depth, self.quoted, self.escaped = False, 0, False, False  # of arguments that are being read
+
+    def read(self, text: str, *, last: bool = False) -> Iterator[dict[str, Any]]:
+        """The deltas of a message; `last` says that no more text follows."""
+        self.rest += text
+        while self.rest:
+            if self.open:
+                yield self._delta({"arguments": self._take(self._scan())})
+                continue
+            found = (self.later if self.calls else self.first).search(self.rest)
+            if found is None or (self.at_start and not self.calls and (self.told or found.start())):
+                break
+            if (content := self._take(found.start())) and not self.calls:
+                yield {"content": content}
+            self._take(len(found[0]))
+            self.calls, self.open = self.calls + 1, True
+            yield self._delta({"name": found[1], "arguments": ""}, id=secrets.token_hex(5)[:9], type="function")
+        if not self.calls and (content := self._take(len(self.rest) if last else self._hold())):
+            self.told = True
+            yield {"content": content}
+
+    def _delta(self, function: dict[str, str], **more: str) -> dict[str, Any]:
+        return {"tool_calls": [{"index": self.calls - 1, **more, "function": function}]}
+
+    def _take(self, length: int) -> str:
+        taken, self.rest = self.rest[:length], self.rest[length:]
+        return taken
+
+    def _hold(self) -> int:
+        """Where text begins that may turn out to be a call."""
+        for at in range(0 if not (self.at_start and self.told) else len(self.rest), len(self.rest)):
+            if self.lead.startswith(self.rest[at : at + len(self.lead)]):
+                return at
+            if self.at_start:
+                break
+        return len(self.rest)
+
+    def _scan(self) -> int:
+        """Follow the arguments, which are a JSON object, to their end or that of the text."""
+        for at, character in enumerate(self.rest):
+            if self.escaped:
+                self.escaped = False
+            elif self.quoted:
+                self.escaped, self.quoted = character == "\\", character != '"'
+            elif character in "{[]}":
+                self.depth += 1 if character in "{[" else -1
+                if not self.depth:
+                    self.open = False
+                    return at + 1
+            else:
+                self.quoted = character == '"'
+        return len(self.rest)
