@@ -120,16 +120,13 @@ class Loader:
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """A model whose weights stay in a GGUF file; its tokenizer is not read where it is known."""
         found = block_file(reference, self.progress)
+        path = Path(reference).expanduser() if found is None else found[0]
         self._say_loading(reference)
-        if found is None:
-            path = Path(reference).expanduser()
-            if path.suffix != ".gguf" or not path.is_file():
-                raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {reference}")
-        else:
-            path, folder = found
-            if tokenizer is None:
-                with quiet():
-                    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if path.suffix != ".gguf" or not path.is_file():
+            raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {reference}")
+        if found is not None and tokenizer is None:
+            with quiet():
+                tokenizer = AutoTokenizer.from_pretrained(found[1], trust_remote_code=False)
         module = open_model(path)
         check_memory(count_weights(module, "q4", "cpu"), reference)  # its blocks are copied in another order
         return module, gguf_tokenizer(path) if tokenizer is None else tokenizer
