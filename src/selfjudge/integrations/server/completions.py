@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -313,7 +313,7 @@ class Completion:
         called = self.readers and self.readers[number].calls
         return "tool_calls" if called and not isinstance(getattr(self.body, "tool_choice", None), NamedTool) else "stop"
 
-    def _tell_all(self, number: int, deltas: Iterable[Fields]) -> str:
+    def _tell_all(self, number: int, deltas: Sequence[Fields]) -> str:
         return "".join(self._tell(number, delta) for delta in deltas)
 
     def _tell(
