@@ -75,7 +75,7 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "dim"), [(1, 64), (4, 256), (9, 128), (70, 64), (40, 256)])
+@pytest.mark.parametrize(("width", "dim"), [(1, 64), (4, 256), (70, 128)])
 def test_steps_that_llama_does_not_have_agree_with_torch(dtype, width: int, dim: int) -> None:
     torch.manual_seed(0)
     check_described(CUDA, dtype, width, dim)

@@ -185,11 +185,12 @@ class TritonKernels(Kernels):
         span = min(slots, window + width) if window else slots
         # many rows: the heads of a key-value head share one reading of its keys; few rows: a program for each head, and
         # the keys themselves are split until the device is busy
-        together = group if batch * kv >= 64 and width * group <= 64 else 1
-        queries = min(width, max(1, 64 // together))
+        exact = q.dtype == torch.float32
+        rows = 16 if exact else 64  # float32 has no tensor cores: a product of many rows takes minutes to compile
+        together = group if batch * kv >= 64 and width * group <= rows else 1
+        queries = min(width, max(1, rows // together))
         blocks = triton.cdiv(width, queries)
         launched = batch * (heads // together) * blocks
-        exact = q.dtype == torch.float32
         splits = min(
             SHARES, triton.next_power_of_2(max(1, PROCESSORS // launched)), triton.next_power_of_2(max(1, span // 32))
         )
@@ -200,8 +201,8 @@ class TritonKernels(Kernels):
             scale, width, slots, heads, kv, blocks, queries, splits, window, cap,
             GROUP=group, TOGETHER=together, ROWS=max(16, triton.next_power_of_2(queries * together)),
             DIM=dim, BLOCK=32 if exact or splits > 1 else 64, SPLIT=splits > 1, EXACT=exact,
-            WINDOW=window > 0, CAP=cap > 0, PACKED=packing is not None, num_warps=2 if splits > 1 else 4, num_stages=2,
-            **self._launch(tokens),
+            WINDOW=window > 0, CAP=cap > 0, PACKED=packing is not None,
+            num_warps=2 if splits > 1 and not exact else 4, num_stages=2, **self._launch(tokens),
         )  # fmt: skip
         if splits > 1:
             programs.combine[(tokens * heads,)](
