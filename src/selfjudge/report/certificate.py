@@ -23,12 +23,6 @@ GAINS = {
 }
 """What a gain is of, by how speeds compare, in a sentence and as the head of a column."""
 COMMAND = "selfjudge serve --recipe ."
-UNITS = {
-    "score": "points",
-    "same_answer": "points of agreement (same extracted answer as exact)",
-    "overlap": "points of agreement (words in common with exact)",
-}
-"""Unit of each measure."""
 ASSETS = Path(__file__).with_name("assets")
 
 
@@ -78,7 +72,7 @@ def _change(ratio: float) -> str:
 
 
 _describe = Sentences(
-    "certificate.txt", units=UNITS, gains=GAINS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN, trimmed=_trim,
+    "certificate.txt", gains=GAINS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN, trimmed=_trim,
     ratio=_change, plain_wins=plain_wins, has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified,
     is_single=_is_single, find_closest=_find_closest,
 )  # fmt: skip
