@@ -10,7 +10,6 @@ from typing import Any
 import openai
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from selfjudge.decoding.adjust import LeastTokens, LogProbabilities, Penalties, TokenBias
 from selfjudge.decoding.edits import LogitsEdit
@@ -254,11 +253,3 @@ def test_parameters_that_leave_nothing_to_choose_harm_nobody(server: Server) -> 
     json.dumps(banned.model_dump(), allow_nan=False)
     assert chat(server).choices[0].message.content
     assert server.metric("generations_total", finish="error") == 0
-
-
-def test_the_texts_of_tokens_are_those_of_their_vocabulary(checkpoints: dict[str, str]) -> None:
-    from selfjudge.integrations.server.logprobs import TokenTexts
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["target"])
-    texts = TokenTexts(tokenizer)
-    assert [texts.text(token) for token in (5, 6)] == tokenizer.convert_ids_to_tokens([5, 6])

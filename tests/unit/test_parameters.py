@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from selfjudge.decoding.adjust import TokenLogprobs
 from selfjudge.integrations.asgi import RefusedError
+from selfjudge.integrations.server.logprobs import TokenTexts
 from selfjudge.integrations.server.schema import IGNORED, UNSUPPORTED, ChatRequest, TextRequest
 
 TABLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_parameters.py"))
@@ -68,3 +72,27 @@ def test_what_works_is_read_and_has_no_effect_where_it_says_so(kind: Any, least:
         with pytest.raises(RefusedError) as refused:
             kind.model_validate({**least, name: {"other": 1}})
         assert refused.value.body["error"]["param"] == name
+
+
+TEXT_OF_ALL_KINDS = "naïve 東京 🙂  two\n\tlines"
+
+
+def test_the_bytes_of_tokens_together_are_those_of_the_text() -> None:
+    """Vocabularies of bytes, and of pieces with bytes for the rest; also where a character has several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({"<｜eos▁｜>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    bytewise = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<｜eos▁｜>")
+    pieces = {"<unk>": 0, "▁": 1, "t": 2, "w": 3, "o": 4, **{f"<0x{i:02X}>": 5 + i for i in range(256)}}
+    inner = Tokenizer(models.BPE(pieces, [], byte_fallback=True, unk_token="<unk>"))
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    for tokenizer in (bytewise, PreTrainedTokenizerFast(tokenizer_object=inner)):
+        texts, ids = TokenTexts(tokenizer), tokenizer(TEXT_OF_ALL_KINDS)["input_ids"]
+        assert len(ids) > len(TEXT_OF_ALL_KINDS)
+        assert b"".join(map(texts.read, ids)).decode() == TEXT_OF_ALL_KINDS == texts.join(ids)
+        assert any(texts.text(token) == "\ufffd" for token in ids)
+    assert TokenTexts(bytewise).text(0) == "<｜eos▁｜>"
+    chat = TokenTexts(bytewise).for_chat([TokenLogprobs(ids[0], -0.5, ((ids[0], -0.5), (1, -2.0)))])
+    assert [len(entry["top_logprobs"]) for entry in chat["content"]] == [2]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.text import Batch, StepOutput, generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError
+from selfjudge.integrations.server import scheduler as scheduler_module
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
@@ -334,3 +338,19 @@ def wait_for(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("fitting", "chosen"), [(256, 256), (255, 128), (130, 128), (64, 64), (9, 8), (3, 8), (0, 8)])
+def test_rows_on_cuda_are_a_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch, fitting: int, chosen: int) -> None:
+    """On a pair that says it is on a GPU, with engines that have memory for so many rows."""
+    engines = SimpleNamespace(limit_rows=lambda rows, length: min(rows, fitting))
+    monkeypatch.setattr(
+        scheduler_module,
+        "PairEngines",
+        lambda *args, **how: SimpleNamespace(borrow=lambda hidden: nullcontext(engines)),
+    )
+    monkeypatch.setattr(scheduler_module, "open_store", lambda model, limit: None)
+    choice: Any = SimpleNamespace(gamma=3, rule=SimpleNamespace(judge=None))
+    for device, rows in (("cuda", chosen), ("cpu", 8)):
+        pair: Any = SimpleNamespace(target=SimpleNamespace(device=SimpleNamespace(type=device)), target_model=None)
+        assert scheduler_module._choose_rows(pair, choice, ServerConfig(), 4096) == rows

@@ -6,13 +6,11 @@ from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from selfjudge.decoding.adjust import TokenLogprobs
 
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""The characters that byte-level vocabularies write for bytes."""
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level vocabularies write them
 
 
 class TokenTexts:
@@ -25,9 +23,8 @@ class TokenTexts:
 
     def _read(self, token: int) -> bytes:
         piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")
-        if self.bytewise:
-            whole = all(character in BYTES for character in piece)
-            return bytes(BYTES[character] for character in piece) if whole else piece.encode()
+        if self.bytewise:  # but for special tokens
+            return bytes(map(BYTES.__getitem__, piece)) if BYTES.keys() >= {*piece} else piece.encode()
         single = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
         return bytes.fromhex(single[1]) if single else piece.replace("▁", " ").encode()
 

@@ -362,15 +362,15 @@ def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
     return len({one.choice for one in (job, *others)})
 
 
-def _choose_rows(pair: Pair, config: ServerConfig, context: int) -> int:
+def _choose_rows(pair: Pair, choice: BatchKey, config: ServerConfig, context: int) -> int:
     """Answers at a time: on CUDA the power of two for which there is memory for whole contexts."""
     if pair.target.device.type != "cuda":
         return CPU_ROWS
-    own = PairEngines(pair, config.engine)
+    own = PairEngines(pair, config.engine, drafts=choice.gamma != 0)
     own.prefixes = open_store(pair.target_model, config.prefix_cache)
-    with own.borrow() as engines:
+    with own.borrow(hidden=choice.rule.judge is not None) as engines:
         rows = engines.limit_rows(CUDA_ROWS, context + MAX_GAMMA + 1)
-    return max(CPU_ROWS, 1 << (rows.bit_length() - 1))
+    return max(CPU_ROWS, 1 << rows.bit_length() >> 1)
 
 
 def start_scheduler(
@@ -386,7 +386,7 @@ def start_scheduler(
         judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     rules = Rules(pair, judge, config.default_rule)
     context = min(config.max_context, pair.window)
-    config = replace(config, max_batch=config.max_batch or _choose_rows(pair, config, context))
+    config = replace(config, max_batch=config.max_batch or _choose_rows(pair, rules.choose(), config, context))
     most = min(config.max_tokens, context - 1)
     config = replace(config, name=config.name or pair.name, max_context=context, max_tokens=most)
     scheduler = Scheduler(pair, rules, config, Metrics())
