@@ -31,6 +31,7 @@ from selfjudge.store import parse_json
 
 ENDPOINTS = {"/", "/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 OPEN = ("/", "/health", "/ready")  # need no key: the playground's page asks for it itself
+SHORT_BODY = 1 << 16  # bytes of a body that is read within milliseconds; a longer one is read aside
 BODY_SECONDS = 30.0  # time that a client has to send the body of its request
 
 
@@ -188,7 +189,8 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         """The body, read as strictly as our files."""
         try:
-            return parse_json((await self.body()).decode())
+            text = (await self.body()).decode()
+            return await asyncio.to_thread(parse_json, text) if len(text) > SHORT_BODY else parse_json(text)
         except UnicodeDecodeError:
             raise UnreadableBody(400, "the body must be a JSON object in UTF-8") from None
         except ValueError as error:

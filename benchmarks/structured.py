@@ -1,0 +1,197 @@
+"""JSON under schemas: how many answers fit, whether drafts change any, m, and what the masks cost.
+
+    python benchmarks/structured.py --pair smollm2-135m --schemas 200 --prompts 5 --out results/structured-smollm2.json
+
+Every schema is answered by plain decoding and by `exact` with drafts. Also: what bad input costs the event loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import llguidance
+import torch
+
+import selfjudge
+from selfjudge.decoding.edits import VerifiedLogits
+from selfjudge.decoding.grammar import Grammar
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.asgi import RefusedError
+from selfjudge.integrations.server.api import SHORT_BODY
+from selfjudge.integrations.server.schema import ChatRequest
+from selfjudge.store import parse_json
+from selfjudge.types import PHASES
+
+TOPICS = (
+    "a hotel",
+    "a film",
+    "a recipe",
+    "a city",
+    "a train journey",
+    "a bug report",
+    "a patient",
+    "an invoice",
+    "a football match",
+    "a book",
+)
+NAMES = (
+    "name",
+    "title",
+    "kind",
+    "status",
+    "price",
+    "count",
+    "date",
+    "tags",
+    "notes",
+    "owner",
+    "address",
+    "rating",
+    "active",
+    "items",
+    "code",
+)
+PROMPTS = (
+    "Describe {} as JSON.", "Invent {} and write its data as JSON.", "Write a JSON record of {} for a test.",
+    "Give me an example of {}. Answer in JSON alone.", "I need structured data about {}. No explanations, JSON.",
+)  # fmt: skip
+
+
+def make_schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
+    """An object with two to five fields, some nested, some optional."""
+    names = dice.sample(NAMES, dice.randint(2, 5 if depth == 0 else 3))
+    fields = {name: make_field(dice, depth) for name in names}
+    needed = [name for name in names if dice.random() < 0.8] or names[:1]
+    return {"type": "object", "properties": fields, "required": needed, "additionalProperties": False}
+
+
+def make_field(dice: random.Random, depth: int) -> dict[str, Any]:
+    kinds: list[Any] = [
+        lambda: {"type": "string", "maxLength": dice.choice([12, 30, 60])},
+        lambda: {"type": "integer", "minimum": 0, "maximum": dice.choice([9, 100, 5000])},
+        lambda: {"type": "boolean"},
+        lambda: {"enum": dice.sample(["red", "green", "open", "closed", "low", "high", "unknown"], 3)},
+        lambda: {
+            "type": "string",
+            "pattern": dice.choice([r"^[A-Z]{2}-[0-9]{4}$", r"^[a-z]{3,8}$", r"^\+?[0-9]{6,9}$"]),
+        },
+        lambda: {"type": "string", "format": dice.choice(["date", "uuid", "ipv4", "time"])},
+        lambda: {"anyOf": [{"type": "null"}, {"type": "integer", "maximum": 99, "minimum": 0}]},
+        lambda: {"const": dice.choice(["v1", "test"])},
+    ]
+    if depth < 2:
+        kinds += [
+            lambda: {"type": "array", "items": make_field(dice, depth + 1), "minItems": 1, "maxItems": 3},
+            lambda: make_schema(dice, depth + 1),
+        ]
+    return dice.choice(kinds)()
+
+
+class Clock:
+    """Seconds spent in a method, its own part of decoding."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.seconds, inner = 0.0, getattr(owner, name)
+
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return inner(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        setattr(owner, name, timed)
+
+
+def run(
+    pair: selfjudge.Pair, cases: list[tuple[dict[str, Any], str]], gamma: int | str, longest: int
+) -> dict[str, Any]:
+    mask, edit = Clock(Grammar, "edit"), Clock(VerifiedLogits, "edit")
+    counts = dict.fromkeys(("answers", "finished", "valid", "equal_to_plain"), 0)
+    lengths, seconds, cycles, masks, edits = [], 0.0, 0, 0.0, 0.0
+    for schema, prompt in cases:
+        options: Any = {"schema": schema, "max_new_tokens": longest}
+        plain = selfjudge.generate(pair, prompt, gamma=0, **options)
+        mask.seconds = edit.seconds = 0.0
+        answer = selfjudge.generate(pair, prompt, gamma=gamma, **options)
+        lengths.append(answer.mean_accepted_length)
+        seconds += sum(answer.seconds[phase] for phase in PHASES)
+        cycles += answer.cycles
+        masks, edits = masks + mask.seconds, edits + edit.seconds
+        counts["answers"] += 1
+        counts["equal_to_plain"] += answer.tokens == plain.tokens
+        if answer.finish != "length":
+            counts["finished"] += 1
+            counts["valid"] += jsonschema_rs.is_valid(schema, parse_json(answer.text))
+    return {
+        **counts, "mean_accepted_length": statistics.mean(lengths), "cycles": cycles, "seconds_per_cycle": seconds / cycles,
+        "mask_share_of_cycle": masks / seconds, "mask_and_argmax_share_of_cycle": edits / seconds,
+    }  # fmt: skip
+
+
+def time_bad_input() -> dict[str, float]:
+    """Seconds of processor time on the event loop until a body is refused, or handed to the thread that compiles its grammar."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    nested: dict[str, Any] = {"type": "string"}
+    for _ in range(40):
+        nested = {"type": "array", "items": nested}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": nested}}
+    bodies = {
+        "10,000 tools": {"tools": [tool] * 10_000}, "tools without names": {"tools": [{"type": "function", "function": {}}] * 128},
+        "impossible schema": {"guided_json": {"type": "string", "minLength": 2, "maxLength": 1}}, "recursive schema": {"guided_json": {"$ref": "#"}},
+        "regex bomb": {"guided_regex": "(" * 5000 + "a" + ")" * 5000}, "deep schema": {"response_format": schema},
+        "schema of 900 kB": {"guided_json": {"enum": [f"{i:06}" for i in range(90_000)]}}, "n = 1,000": {"n": 1000},
+    }  # fmt: skip
+    worst = {}
+    for name, body in bodies.items():
+        text = json.dumps({"messages": [{"role": "user", "content": "x"}], **body})
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            value = parse_json(text)
+            if len(text) > SHORT_BODY:  # a thread reads it
+                start = time.process_time()
+            with contextlib.suppress(ValueError, RefusedError, SelfJudgeError):
+                ChatRequest.model_validate(value)
+            times.append(time.process_time() - start)
+        worst[name] = statistics.median(times)
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", default="smollm2-135m")
+    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=5, choices=range(1, 6))
+    parser.add_argument("--gamma", default="auto", type=lambda text: text if text == "auto" else int(text))
+    parser.add_argument("--max-new-tokens", type=int, default=300)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    dice, pair = random.Random(0), selfjudge.Pair.load(options.pair)  # noqa: S311
+    schemas = [(make_schema(dice), dice.choice(TOPICS)) for _ in range(options.schemas)]
+    cases = [(schema, prompt.format(topic)) for schema, topic in schemas for prompt in PROMPTS[: options.prompts]]
+    result = {
+        "pair": options.pair, "dtype": pair.dtype, "device": pair.target.device.type, "gamma": options.gamma,
+        "max_new_tokens": options.max_new_tokens, "schemas": options.schemas, "prompts": options.prompts,
+        **run(pair, cases, options.gamma, options.max_new_tokens), "event_loop_seconds": time_bad_input(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads", "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"torch": torch.__version__, "llguidance": llguidance.__version__ if hasattr(llguidance, "__version__") else llguidance.get_version()},
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
