@@ -280,3 +280,51 @@ def test_smollm2_writes_the_same_json_with_and_without_drafts(shipped: Pair) -> 
     jsonschema_rs.validate(schema, json.loads(plain.text))
     assert {other.tokens for other in others} == {plain.tokens}
     assert plain.finish == "eos"
+
+
+def smollm2_schemas() -> list[dict[str, Any]]:
+    """Three dozen schemas: each kind of field, alone, in a list, beside others and nested."""
+    fields: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 12}, {"type": "integer", "minimum": 0, "maximum": 500}, {"type": "boolean"},
+        {"enum": ["red", "green", 3, None]}, {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"}, {"type": "string", "format": "date"},
+        {"anyOf": [{"type": "null"}, {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 9}]}, {"const": "v1"}, {"type": "string", "format": "uuid"},
+    ]  # fmt: skip
+    schemas = []
+    for i, field in enumerate(fields):
+        other = fields[(i + 1) % len(fields)]
+        for properties, required in (
+            ({"value": field}, ["value"]), ({"values": {"type": "array", "items": field, "minItems": 1, "maxItems": 3}}, ["values"]),
+            ({"a": field, "b": other}, ["b"]), ({"inner": {"type": "object", "properties": {"x": field}, "required": ["x"], "additionalProperties": False}, "z": other}, ["inner", "z"]),
+        ):  # fmt: skip
+            schemas.append(
+                {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+            )
+    return schemas
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", ["Describe a hotel as JSON.", "Write a JSON record for a test.", "Hello!"])
+def test_smollm2_fits_every_schema(shipped: Pair, prompt: str) -> None:
+    finished = 0
+    for schema in smollm2_schemas():
+        plain, drafted = (
+            selfjudge.generate(shipped, prompt, schema=schema, gamma=gamma, max_new_tokens=160) for gamma in (0, 4)
+        )
+        assert drafted.tokens == plain.tokens
+        if plain.finish == "eos":
+            finished += 1
+            jsonschema_rs.validate(schema, json.loads(plain.text))
+    assert finished >= 34
+
+
+@pytest.mark.slow
+def test_smollm2_calls_tools(start: Callable[..., Server]) -> None:
+    """Its template knows no tools: it reads about them in a system message. What it calls is its own choice."""
+    client = start("--pair", "smollm2-135m").client()
+    messages: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+    options: Any = {"model": "smollm2-135m", "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 120}
+    needed = client.chat.completions.create(tool_choice="required", parallel_tool_calls=False, **options).choices[0]
+    check_calls(needed.message.tool_calls)
+    free = client.chat.completions.create(**options).choices[0]
+    assert free.message.content or free.message.tool_calls
+    check_calls(free.message.tool_calls or () if free.finish_reason != "length" else ())
