@@ -47,7 +47,9 @@ MODES = ("judged", "off", "sampled")
 BEHAVIOURS = ("reads", "reads", "reads", "leaves", "reads slowly")
 LENGTHS = (16, 48, 96)
 """Most tokens of an answer, by prompt."""
-TEMPERATURE = 0.8
+TEMPERATURES = (0.6, 0.8, 1.0)
+"""Of sampled answers, by prompt."""
+MIX_ROUNDS = 2
 PIECES_BEFORE_LEAVING = 3
 SLOW_SECONDS = 0.2  # between two pieces
 RETRY_SECONDS = 1.0  # after a refusal, as Retry-After says
@@ -74,7 +76,7 @@ class Question:
 
     @property
     def temperature(self) -> float:
-        return TEMPERATURE if self.mode == "sampled" else 0.0
+        return TEMPERATURES[self.index // 3 % 3] if self.mode == "sampled" else 0.0
 
 
 class RefusedError(Exception):
@@ -333,11 +335,13 @@ def _read(transport: Transport, asked: Asked) -> None:
                 last = time.perf_counter()
 
 
-def requests(client: int, questions: list[Question]) -> Iterator[tuple[Question, str]]:
+def requests(
+    client: int, questions: list[Question], behaviours: tuple[str, ...] = BEHAVIOURS
+) -> Iterator[tuple[Question, str]]:
     """What a client asks, without end; all clients together ask everything in every way."""
     for turn in itertools.count():
         number = 7 * client + turn
-        yield questions[number % len(questions)], BEHAVIOURS[(client + turn) % len(BEHAVIOURS)]
+        yield questions[number % len(questions)], behaviours[(client + turn) % len(behaviours)]
 
 
 def memory(transport: Transport) -> dict[str, float]:
@@ -359,14 +363,20 @@ def percentiles(seconds: list[float]) -> dict[str, float] | None:
     return {"p50_ms": round(cuts[49] * 1e3, 2), "p99_ms": round(cuts[98] * 1e3, 2), "n": len(seconds)}
 
 
-def level(transport: Transport, clients: int, seconds: float, questions: list[Question]) -> tuple[list[Asked], dict[str, Any]]:  # fmt: skip
+def level(
+    transport: Transport,
+    clients: int,
+    seconds: float,
+    questions: list[Question],
+    behaviours: tuple[str, ...] = BEHAVIOURS,
+) -> tuple[list[Asked], dict[str, Any]]:
     """So many clients for so long; those that wait for an answer at the end get it."""
     asked: list[Asked] = []
     tokens, begun = transport.totals().get("tokens_total", 0), time.perf_counter()
     until = begun + seconds
 
     def client(number: int) -> None:
-        for question, behaviour in requests(number, questions):
+        for question, behaviour in requests(number, questions, behaviours):
             if time.perf_counter() >= until:
                 return
             asked.append(ask(transport, question, behaviour, until))
@@ -455,6 +465,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--prompts", type=int, default=12, help="different ones; each is asked in three modes")
     parser.add_argument("--in-process", action="store_true", help="without HTTP, where fastapi and uvicorn are missing")
+    parser.add_argument("--mix", action="store_true", help="compare lossless clients with a third of each mode instead")
     options, arguments = parser.parse_known_args()
     own_rule = any(argument.partition("=")[0] in ("--rule", "--recipe") for argument in arguments)
     return options, arguments if own_rule else ["--rule", "judged", *arguments]
@@ -466,7 +477,7 @@ def measure(transport: Transport, o: argparse.Namespace, arguments: list[str], q
     report: dict[str, Any] = {
         **measured_on(), "transport": transport.name, "options": arguments, **transport.about(), "minutes": o.minutes,
         "mix": {
-            "modes": MODES, "behaviours": BEHAVIOURS, "temperature": TEMPERATURE, "max_tokens": LENGTHS,
+            "modes": MODES, "behaviours": BEHAVIOURS, "temperature": TEMPERATURES, "max_tokens": LENGTHS,
             "questions": len(questions), "slow_seconds": SLOW_SECONDS,
         },
         "alone": row, "levels": [], "alone_after": None,
@@ -485,6 +496,28 @@ def measure(transport: Transport, o: argparse.Namespace, arguments: list[str], q
     print(table(report), end="")
 
 
+def compare_mix(transport: Transport, o: argparse.Namespace, questions: list[Question]) -> None:
+    """Tokens per second of equal lossless clients and of a third each of judged, lossless and sampled ones, by turns."""
+    made: dict[str, list[float]] = {"lossless": [], "mixed": []}
+    report: dict[str, Any] = {**measured_on(), "transport": transport.name, **transport.about(), "levels": []}
+    for clients in o.clients:
+        for turn in range(2 * MIX_ROUNDS):
+            name = ("lossless", "mixed")[turn % 2]
+            own = [question for question in questions if name == "mixed" or question.mode == "off"]
+            asked, timing = level(transport, clients, 60 * o.minutes, own, ("reads",))
+            failures = sorted({one.failure for one in asked if one.failure not in (None, "refused")})
+            made[name].append(timing["tokens_per_second"])
+            say(f"{clients} {name} clients: {timing['tokens_per_second']} tokens/s {failures or ''}")
+        means = {name: round(statistics.mean(speeds[-MIX_ROUNDS:]), 2) for name, speeds in made.items()}
+        rounds = {f"{name}_rounds": speeds[-MIX_ROUNDS:] for name, speeds in made.items()}
+        report["levels"].append(
+            {"clients": clients, **means, "ratio": round(means["mixed"] / means["lossless"], 3), **rounds}
+        )
+        o.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(o.out, report)
+        print(json.dumps(report["levels"][-1]))
+
+
 def write(report: dict[str, Any], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, report)
@@ -497,7 +530,10 @@ def main() -> None:
     questions = [Question(index, mode) for index in range(o.prompts) for mode in MODES]
     transport = InProcess(arguments, questions) if o.in_process else Http(arguments)
     try:
-        measure(transport, o, arguments, questions)
+        if o.mix:
+            compare_mix(transport, o, questions)
+        else:
+            measure(transport, o, arguments, questions)
     finally:
         transport.close()
 

@@ -29,6 +29,7 @@ from selfjudge.decoding.rules import (
     TopK,
     Typical,
 )
+from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
@@ -185,6 +186,36 @@ def test_rules_agree_with_the_reference_engine() -> None:
     ):  # fmt: skip
         options = {"gamma": 4, "max_new_tokens": 40, "eos_ids": (2,), "seeds": [1, 2, 3]}
         assert run(target, draft, prompts, rule, **options) == run(target, draft, prompts, rule, "reference", **options)
+
+
+def test_a_mixed_batch_gives_what_it_gives_on_the_reference_engine() -> None:
+    """Twice, so that captured cycles serve another mix of rows; unlike rules, γ and temperatures, sampled by seed."""
+    judge = constant_judge(0.7, 64)
+    rules = [Exact(), Margin(2.0), Margin(price=1.5), Judged(judge, 0.5, special=(7,), strict_start=4),
+             Judged(judge, price=0.5), SpeculativeSampling(Sampling(0.9)), SpeculativeSampling(Sampling(1.3, 0.8, 9))]  # fmt: skip
+    prompts, made = prompts_of([4, 40, 7, 1, 12, 5, 9]), {}
+    for device, kind in (("cpu", "reference"), ("cuda", "cuda")):
+        target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(device) for s in (1, 2))
+        own = judge.to(device)
+        engines = BatchEngines(make_engine(target, hidden=True, kind=kind), make_draft(draft, target, kind=kind))
+        shared = RowRules(own, (7,))
+        for turn in range(2):
+            order = rules[turn:] + rules[:turn]
+            requests = [
+                Request(p, 14 + 3 * i, i, rule=rule, gamma=1 + (i + turn) % 4)
+                for i, (p, rule) in enumerate(zip(prompts, order, strict=True))
+            ]
+            queue, tokens = AdmissionQueue(4, 90), {}
+            for number, step in enumerate(decode(engines, requests[:2], shared, gamma=5, queue=queue)):
+                for emission in step.emissions:
+                    tokens.setdefault(emission.row, []).extend(emission.tokens)
+                if number in (1, 4):
+                    for request in requests[2:5] if number == 1 else requests[5:]:
+                        queue.put(request)
+            made[kind, turn] = tokens
+    for turn in range(2):
+        assert made["cuda", turn] == made["reference", turn]
+        assert len(made["cuda", turn]) == len(rules)
 
 
 def test_many_rows_share_drafts_and_answer_as_the_reference_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, StepOutput, generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError
@@ -46,11 +47,15 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
             scheduler.stop()
 
 
+ALONE = "topk:1,strict_start=0"  # `exact` under another name, which does not share a batch
+
+
 def job(
-    scheduler: Scheduler, gamma: int = 2, tokens: int = 20, prompt: tuple[int, ...] = (5, 6)
+    scheduler: Scheduler, gamma: int = 2, tokens: int = 20, prompt: tuple[int, ...] = (5, 6), rule: str = "exact"
 ) -> tuple[CompletionJob, queue.Queue]:
     updates: queue.Queue[Update] = queue.Queue()
-    return CompletionJob(prompt, scheduler.rules.choose(RuleRequest(gamma=gamma)), tokens, updates.put), updates
+    choice = scheduler.rules.choose(RuleRequest(rule, gamma=gamma))
+    return CompletionJob(prompt, choice, tokens, updates.put), updates
 
 
 def last(updates: queue.Queue) -> Update:
@@ -61,12 +66,13 @@ def last(updates: queue.Queue) -> Update:
 
 
 def test_nobody_overtakes(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One batch at a time: the second choice waits for the first, and holds back a later request of the first."""
+    """One batch at a time: a rule that does not share waits for the others, and holds back a later request of them."""
     scheduler = begin(max_batches=1, max_batch=4)
     order: list[tuple[int, ...]] = []
     add = Batch.add
     monkeypatch.setattr(Batch, "add", lambda self, prompt, **o: order.append(tuple(prompt)) or add(self, prompt, **o))
-    jobs = [job(scheduler, gamma, prompt=(5, 6 + i)) for i, gamma in enumerate((2, 2, 0, 2, 0))]
+    rules = ("exact", "exact", ALONE, "exact", ALONE)
+    jobs = [job(scheduler, prompt=(5, 6 + i), rule=rule) for i, rule in enumerate(rules)]
     for one, _ in jobs:
         scheduler.submit(one)
     scheduler.start()
@@ -83,24 +89,49 @@ def generate_ids(pair: Pair, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return made.tokens
 
 
+def test_requests_of_unlike_rules_share_a_batch(begin: Begin) -> None:
+    """Rules, γ, temperatures and traces; each answer is what it is in a batch of its own."""
+    scheduler, made = begin(max_batch=8, max_batches=1), []
+    asked = [("exact", 2, None), ("margin:2", 3, None), ("margin:price=1.5", 4, None), (None, 3, Sampling(0.8)),
+             ("exact", 0, None), (None, 2, Sampling(1.2, top_p=0.8)), ("margin:3,strict_start=0", "auto", None)]  # fmt: skip
+    for i, (rule, gamma, sampling) in enumerate(asked):
+        updates: queue.Queue[Update] = queue.Queue()
+        choice = scheduler.rules.choose(RuleRequest(rule, gamma=gamma), sampling, trace=i % 2 == 0)
+        made.append((CompletionJob((5, 6 + i), choice, 20, updates.put, seed=i), updates))
+        scheduler.submit(made[-1][0])
+    assert scheduler._prepare()
+    assert len(scheduler._active) == 1
+    scheduler.start()
+    for (one, updates), (rule, gamma, sampling) in zip(made, asked, strict=True):
+        result = last(updates).result
+        assert result is not None
+        gamma = result.gamma if gamma == "auto" else gamma
+        batch = Batch(scheduler.pair, rule or "sampling", gamma=gamma, sampling=sampling)
+        alone = batch.add(one.prompt, max_new_tokens=20, seed=one.seed)
+        while len(batch):
+            batch.step()
+        assert result.tokens == tuple(alone.tokens), one.choice
+        assert result.gamma == gamma
+
+
 def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = begin()
     step = Batch.step
 
     def sometimes(self: Batch, crowded: bool = False) -> StepOutput:
-        if self._decoding.gamma == 0 and self._answers:
+        if self._decoding.shared is None and self._answers:
             raise MemoryError("no room")
         return step(self, crowded)
 
     monkeypatch.setattr(Batch, "step", sometimes)
-    good, bad = job(scheduler, 2), job(scheduler, 0)
+    good, bad = job(scheduler), job(scheduler, rule=ALONE)
     for one, _ in (good, bad):
         scheduler.submit(one)
     scheduler.start()
     assert last(bad[1]).failure == "error"
     assert last(good[1]).result is not None
     monkeypatch.setattr(Batch, "step", step)
-    again = job(scheduler, 0)
+    again = job(scheduler, rule=ALONE)
     scheduler.submit(again[0])
     assert last(again[1]).result is not None
     assert scheduler.alive
@@ -169,13 +200,13 @@ def test_the_end_gives_up_what_is_left(begin: Begin) -> None:
         scheduler.submit(job(scheduler)[0])
 
 
-@pytest.mark.parametrize("gamma", [2, 0], ids=["one batch", "two batches"])
-def test_a_long_prompt_lets_short_ones_pass(begin: Begin, gamma: int) -> None:
+@pytest.mark.parametrize("rule", ["exact", ALONE], ids=["one batch", "two batches"])
+def test_a_long_prompt_lets_short_ones_pass(begin: Begin, rule: str) -> None:
     """Both wait before the thread starts; the long one comes first, and wants no more tokens."""
     scheduler, order = begin(), []
     jobs = []
-    for name, prompt, choice in (("long", (5, 6) * 40, 2), ("short", (5, 6), gamma)):
-        new, updates = job(scheduler, choice, tokens=1, prompt=prompt)
+    for name, prompt, own in (("long", (5, 6) * 40, "exact"), ("short", (5, 6), rule)):
+        new, updates = job(scheduler, tokens=1, prompt=prompt, rule=own)
         new.send = lambda update, name=name, updates=updates: (order.append(name), updates.put(update))
         jobs.append((new, updates))
         scheduler.submit(new)
@@ -243,7 +274,7 @@ def test_keys_take_turns_and_leave_each_other_a_place(begin: Begin, monkeypatch:
 
 def test_a_key_leaves_a_batch_for_the_others(begin: Begin) -> None:
     scheduler = begin(api_key="a,b", max_batches=2, max_batch=8)
-    jobs = [job(scheduler, gamma) for gamma in (0, 1, 2)]
+    jobs = [job(scheduler, rule=rule) for rule in ("exact", ALONE, "exact")]
     for (one, _), key in zip(jobs, (0, 0, 1), strict=True):
         one.key = key
         scheduler.submit(one)

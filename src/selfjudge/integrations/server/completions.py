@@ -28,7 +28,7 @@ from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, Update
 from selfjudge.integrations.server.logprobs import TokenTexts
 from selfjudge.integrations.server.parameters import choose_sampling, is_blind, make_edits
-from selfjudge.integrations.server.rules import BatchKey
+from selfjudge.integrations.server.rules import RuleChoice
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import ChatRequest, SelfJudgeOptions, TextRequest
 from selfjudge.integrations.server.structured import NamedTool, StructuredFields, read_grammar
@@ -166,7 +166,7 @@ class Completion:
             arrived=self.request.state.arrived,  # encoding the prompt counts
         )
 
-    def _choose_rule(self, sampling: Sampling | None, *, edited: bool) -> BatchKey:
+    def _choose_rule(self, sampling: Sampling | None, *, edited: bool) -> RuleChoice:
         """The rule of this request. One that is blind to edited logits is refused, or replaced where none is named."""
         options = self.options
         trace, seeded = options.judged_tokens or options.tokens, self.body.seed is not None

@@ -32,7 +32,7 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = setting((), "A site whose pages may ask: https://app.example.")
     log_format: str = setting("text", "Lines of the log: for people, or as JSON.", choices=("text", "json"))
     max_batch: int = setting(0, "Answers decoded at a time; 0: 8 on a CPU, up to 256 on CUDA.", minimum=0)
-    max_batches: int = setting(4, "Different rules decoded at a time; on CUDA each has a cache.", minimum=1)
+    max_batches: int = setting(4, "Batches of rules that share none; on CUDA each has a cache.", minimum=1)
     max_queue: int = setting(256, "Requests that may wait, shared out among the keys; more get a 429.", minimum=1)
     max_context: int = setting(4096, "Most tokens of a prompt with its answer.", minimum=2)
     prefix_cache: str | None = setting(None, "Memory for prefixes of earlier prompts: a share, a size (1GB) or 0.")

@@ -11,7 +11,7 @@ from selfjudge.decoding.adjust import LogProbabilities
 from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.metrics import Metrics
-from selfjudge.integrations.server.rules import BatchKey, Rules
+from selfjudge.integrations.server.rules import RuleChoice, Rules
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer
 from selfjudge.types import Generation, Piece
@@ -42,7 +42,7 @@ class CompletionJob:
     """An answer to be decoded. `send` is called by the decoding thread and must not block."""
 
     prompt: Sequence[int]
-    choice: BatchKey
+    choice: RuleChoice
     max_new_tokens: int
     send: Callable[[Update], None]
     stop: Sequence[str] = ()

@@ -1,12 +1,13 @@
 """Which rule a request is decoded with: the server's own, or what its `selfjudge` field says."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, STRICT, RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.decoding.text import Batch
+from selfjudge.decoding.text import Batch, share_rules, shares
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.model import Judge
@@ -14,15 +15,37 @@ from selfjudge.models.pair import Pair
 from selfjudge.types import Gamma, default_gamma
 
 
+class BatchKey(NamedTuple):
+    """What the answers of a batch have in common."""
+
+    background: bool  # whether nobody waits for them (`shadow`)
+    rule: AcceptanceRule  # `RowRules` where every answer has a rule, a γ and a trace of its own
+    gamma: Gamma | None = None
+    trace: bool = False
+
+
 @dataclass(frozen=True)
-class BatchKey:
-    """How an answer is decoded. Requests with equal keys share a batch."""
+class RuleChoice:
+    """How an answer is decoded."""
 
     rule: AcceptanceRule
     gamma: Gamma
     request: RuleRequest = field(compare=False)  # what was asked for, with the rule named
     trace: bool = False  # whether to note what the target wanted at judged tokens
-    background: bool = False  # whether nobody waits for the answer (`shadow`): such answers have a batch of their own
+    background: bool = False  # whether nobody waits for the answer (`shadow`)
+    shared: RowRules | None = field(default=None, compare=False)  # None: its rule cannot be in a batch with others
+
+    @property
+    def key(self) -> BatchKey:
+        """Requests with equal keys share a batch."""
+        if self.shared is not None:
+            return BatchKey(self.background, self.shared)
+        return BatchKey(self.background, self.rule, self.gamma, self.trace)
+
+    @property
+    def of_row(self) -> dict[str, Any]:
+        """What `Batch.add` is told of this answer alone."""
+        return {} if self.shared is None else {"rule": self.rule, "gamma": self.gamma, "trace": self.trace}
 
     def __str__(self) -> str:
         """For people: `judged, θ = 0.7, γ = 4`."""
@@ -35,11 +58,11 @@ class BatchKey:
         return "off" if self.rule.lossless or self.gamma == 0 else "judged"
 
     def make_batch(self, pair: Pair, config: ServerConfig) -> Batch:
-        """An empty batch of answers that are decoded so."""
+        """An empty batch of answers with this key."""
         rows = 1 if self.background else config.max_batch
         options: dict[str, Any] = {"length": config.max_context, "engine": config.engine, "trace": self.trace}
         options["prefix_cache"] = config.prefix_cache
-        return Batch(pair, self.rule, gamma=self.gamma, rows=rows, **options)
+        return Batch(pair, self.rule, gamma=self.gamma, rows=rows, shared=self.shared, **options)
 
     def as_json(self) -> dict[str, Any]:
         rule = self.rule
@@ -65,7 +88,7 @@ class Rules:
         off: bool = False,
         trace: bool = False,
         seeded: bool = False,
-    ) -> BatchKey:
+    ) -> RuleChoice:
         """How a request is decoded; `off` is without judge. A SelfJudgeError says what is wrong with it.
 
         A sampled answer depends on γ: for a request with a seed it is a fixed number, so that the answer can be had
@@ -82,7 +105,8 @@ class Rules:
         gamma = self._gamma(request.gamma, fixed=seeded and sampling is not None)
         if isinstance(gamma, int):
             rule.check(gamma)
-        return BatchKey(rule, gamma, request, trace)
+        shared = share_rules(self.pair, self.judge)
+        return RuleChoice(rule, gamma, request, trace, shared=shared if shares(shared, rule, gamma) else None)
 
     def _gamma(self, gamma: Gamma | None, *, fixed: bool) -> Gamma:
         if self.pair.draft is not None:

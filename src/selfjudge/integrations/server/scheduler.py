@@ -1,10 +1,10 @@
 """The queue and the batches: one thread decodes, everything else only asks it to.
 
-Requests with the same choice of rule share a batch and enter it as places become free. Batches of different choices
-take turns, one pass or one chunk of a prompt each. The queue is first in, first out: a request that must wait holds
-back those after it. Where clients have different keys each key has a queue of its own, and the key with the fewest
-answers under way is next. Second answers of a share of the requests (`shadow`) are decoded while nobody waits and at
-most half of the places are taken."""
+Requests share one batch, each with its own rule, γ and sampling, and enter it as places become free. Rules that cannot
+share (`RowRules`) have batches of their own, which take turns, one pass or one chunk of a prompt each. The queue is
+first in, first out: a request that must wait holds back those after it. Where clients have different keys each key has
+a queue of its own, and the key with the fewest answers under way is next. Second answers of a share of the requests
+(`shadow`) are decoded while nobody waits and at most half of the places are taken."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, ShadowJobs, Update
 from selfjudge.integrations.server.metrics import MODES, Metrics
-from selfjudge.integrations.server.rules import BatchKey, Rules
+from selfjudge.integrations.server.rules import BatchKey, RuleChoice, Rules
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store.load import LoadWatch
@@ -43,7 +43,7 @@ CUDA_PROMPTS = (40, 40, 600)
 class WarmUp:
     """A batch of the server's own rule, as large as it may get, and the cycles of it that are not captured yet."""
 
-    def __init__(self, pair: Pair, choice: BatchKey, config: ServerConfig) -> None:
+    def __init__(self, pair: Pair, choice: RuleChoice, config: ServerConfig) -> None:
         self.pair, self.context, self.done = pair, config.max_context, False
         self._batch = choice.make_batch(pair, config)
 
@@ -65,7 +65,7 @@ class WarmUp:
             self.done = True
 
 
-def warm_up(pair: Pair, choice: BatchKey, config: ServerConfig, notify: Notify) -> WarmUp:
+def warm_up(pair: Pair, choice: RuleChoice, config: ServerConfig, notify: Notify) -> WarmUp:
     """Try out answers under the server's own rule, and capture its cycles for at most CAPTURE_SECONDS."""
     made = WarmUp(pair, choice, config)
     made.try_out()
@@ -189,9 +189,9 @@ class Scheduler:
         while self._prepare():
             if self._captures and not self._active:
                 self._capture()
-            for choice in list(self._active):
-                if not choice.background or self._calm:
-                    self._turn(choice)
+            for key in list(self._active):
+                if not key.background or self._calm:
+                    self._turn(key)
 
     @property
     def _captures(self) -> bool:
@@ -216,7 +216,7 @@ class Scheduler:
         """The next job of `shadow`, if there is time for it. One at a time: it has a batch of its own."""
         if self.shadow is None or not self.shadow.waiting or self.closed or not self._calm:
             return None
-        return None if any(choice.background for choice in self._active) else self.shadow.waiting.popleft()
+        return None if any(key.background for key in self._active) else self.shadow.waiting.popleft()
 
     def _prepare(self) -> bool:
         """Wait for work, remove jobs that were given up, admit those that wait; False when it is time to stop."""
@@ -265,7 +265,7 @@ class Scheduler:
         return len(held) < places and _count_batches(job, held) <= batches
 
     def _enter(self, job: CompletionJob) -> None:
-        active = self._active.get(job.choice)
+        active = self._active.get(job.choice.key)
         try:
             if active is None:
                 active = _ActiveBatch(job.choice.make_batch(self.pair, self.config))
@@ -279,6 +279,7 @@ class Scheduler:
                 ignore_eos=job.ignore_eos,
                 edits=job.edits,
                 salt=job.key,
+                **job.choice.of_row,
             )
         except Exception:
             LOG.exception("an answer could not be started")
@@ -288,11 +289,11 @@ class Scheduler:
             self.metrics.observe("queue_seconds", time.perf_counter() - job.arrived, mode=job.choice.mode)
         active.jobs[answer], job.load = job, LoadWatch()
         with self._state:
-            self._active[job.choice] = active
+            self._active[job.choice.key] = active
 
-    def _turn(self, choice: BatchKey) -> None:
+    def _turn(self, key: BatchKey) -> None:
         """One pass of one batch."""
-        active = self._active[choice]
+        active = self._active[key]
         try:
             output = active.batch.step(crowded=len(self._active) > 1)
         except Exception as error:  # these answers are lost, the server goes on
@@ -309,10 +310,10 @@ class Scheduler:
                 self._end(active.jobs.pop(answer), answer, "memory")
                 continue
             if answer.cycles:
-                self._gamma[choice.mode] = answer.gamma
-            elif not choice.background:
+                self._gamma[job.choice.mode] = answer.gamma
+            elif not key.background:
                 job.begun = time.perf_counter()
-                self.metrics.observe("time_to_first_token_seconds", job.begun - job.arrived, mode=choice.mode)
+                self.metrics.observe("time_to_first_token_seconds", job.begun - job.arrived, mode=job.choice.mode)
             text = "".join(piece.text for piece in pieces)
             if job.detailed:
                 job.send(Update(text, pieces, answer.cycles))
@@ -322,7 +323,7 @@ class Scheduler:
                 self._end(active.jobs.pop(answer), answer, None)
         if not active.jobs:
             with self._state:
-                del self._active[choice]
+                del self._active[key]
             active.batch.close()
 
     def _end(self, job: CompletionJob, answer: Answer | None, failure: Failure | None, *, running: bool = True) -> None:
@@ -359,7 +360,7 @@ class Scheduler:
 
 
 def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
-    return len({one.choice for one in (job, *others)})
+    return len({one.choice.key for one in (job, *others)})
 
 
 def _choose_rows(pair: Pair, choice: BatchKey, config: ServerConfig, context: int) -> int:
