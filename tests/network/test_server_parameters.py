@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +209,40 @@ def test_a_rule_that_cannot_honour_a_penalty_says_so(server: Server) -> None:
     assert exactly.choices[0].message.content == chat(server, presence_penalty=1).choices[0].message.content
     relaxed = chat(server, logit_bias={"9": -100}, extra_body={"selfjudge": {"rule": "topk:3"}})
     assert relaxed.selfjudge["rule"] == "topk:3"
+
+
+MIXED: list[dict[str, Any]] = [
+    {}, {"frequency_penalty": 1.0}, {"logit_bias": {"9": 5.0, "11": -100}}, {"logprobs": True, "top_logprobs": 2},
+    {"temperature": 0.8, "seed": 3}, {"temperature": 0.8, "seed": 3, "presence_penalty": 1.5, "logprobs": True},
+    {"temperature": 1.2, "seed": 4, "n": 2}, {"n": 2}, {"extra_body": {"selfjudge": {"rule": "topk:3"}}, "logprobs": True},
+    {"extra_body": {"selfjudge": {"rule": "judged"}}}, {"extra_body": {**OFF, "min_tokens": 8, "stop_token_ids": [9, 10, 11]}},
+]  # fmt: skip
+
+
+def test_requests_with_and_without_parameters_side_by_side(server: Server) -> None:
+    """Each says what it says alone, whatever is in its batch."""
+    alone = [said(chat(server, f"w{i} w2", **options)) for i, options in enumerate(MIXED)]
+    found: dict[int, Any] = {}
+
+    def ask(i: int) -> None:
+        found[i] = said(chat(server, f"w{i} w2", **MIXED[i]))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(MIXED))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, (texts, logprobs) in enumerate(alone):
+        assert found[i][0] == texts
+        assert found[i][1] == pytest.approx(logprobs, abs=1e-4)
+
+
+def said(answer: Any) -> tuple[list[str], list[float]]:
+    """The texts of the choices, and the log-probabilities of their tokens."""
+    told = [choice.logprobs.content for choice in answer.choices if choice.logprobs]
+    return [choice.message.content for choice in answer.choices], [
+        entry.logprob for content in told for entry in content
+    ]
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
