@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,6 +126,8 @@ def test_rules_and_judge_beside_a_head(
     models: Models, head: Path, head_pair: Pair, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
     judge = Judge.from_pretrained(models.judge)
+    # our loop knows a pulled checkpoint by its files, the judge knows the model that they were made from
+    judge.config = replace(judge.config, target_sha256=head_pair.target_sha256)
     wishes: list[dict[str, Any]] = [
         {}, {"rule": "margin:2"}, {"rule": "margin", "price": 0.5}, {"theta": 0.2}, {"rule": "margin:6"}, {"off": True},
     ]  # fmt: skip
