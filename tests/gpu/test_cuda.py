@@ -34,6 +34,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.draft import BatchEngines
+from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig, feature_width
@@ -400,3 +401,24 @@ def test_who_leaves_between_chunks_leaves_the_engine_whole() -> None:
             queue.put(Request(prompts[1], 9))
             cancelled.add(0)
     assert tokens == {1: alone}
+
+
+def test_prefixes_that_were_read_are_found_on_the_device() -> None:
+    """Three times the same prompts, the last two behind blocks, by then through captured prefills."""
+    target, draft = tiny_model(seed=1, **WIDER), tiny_model(seed=2, **WIDER)
+    prompts = prompts_of([70, 40, 9])
+    expected = [greedy(target, prompt, 20) for prompt in prompts]
+    target, draft = target.to(CUDA), draft.to(CUDA)
+    store = PrefixStore(1 << 28)
+    engines = BatchEngines(
+        make_engine(target, kind="cuda"), make_draft(draft, target, kind="cuda"), prefixes=store, spaces=("1", "2")
+    )
+    for cached in ((0, 0, 0), (63, 31, 0), (63, 31, 0)):
+        tokens: list[list[int]] = [[] for _ in prompts]
+        found: dict[int, int] = {}
+        for step in decode(engines, requests_of(prompts, 20), Exact(), gamma=3, queue=AdmissionQueue(4, 96)):
+            found |= step.cached
+            for e in step.emissions:
+                tokens[e.row] += e.tokens
+        assert tokens == expected
+        assert found == dict(enumerate(cached))
