@@ -24,7 +24,7 @@ from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.mismatch import predict_draft_tokens
+from selfjudge.label.methods import predict_draft_tokens
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
 from selfjudge.types import Step

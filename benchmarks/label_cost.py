@@ -21,8 +21,7 @@ from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import AnswerCheck
 from selfjudge.label.config import LabelConfig
-from selfjudge.label.mismatch import NOTHING, find_mismatches
-from selfjudge.label.preservation import search_critical_tokens
+from selfjudge.label.methods import NOTHING, find_mismatches, search_critical_tokens
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import PromptRecord, Source, load_prompts

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.store import artefacts, markdown_table
+from selfjudge.store import markdown_table, schema as schemas
 from selfjudge.store.schema import Pattern, Range
 
 SHA = "checksum of its weights; another model is refused"
@@ -28,7 +28,7 @@ JUDGE = {
     "quality_curve": "bad substitutions rejected, and the θ that does so", "thresholds": "F, R and others",
     "metrics": "ROC-AUC, labels, acceptable rate", "labels_sha256": "of the label files it was trained on",
 }  # fmt: skip
-FORMATS = artefacts.read_formats()
+FORMATS = schemas.read_formats()
 NAMES = {
     "prompts": "TaskRow", "responses": "Response", "labels": "LabelRow", "manifest": "LabelManifest", "summary": "EvaluationSummary",
     "samples": "ScoredSample", "tokens": "ExampleToken", "recipe": "RecipeFile", "certificate": "Certificate",
@@ -36,7 +36,7 @@ NAMES = {
 }  # fmt: skip
 """Each table of the page that has the keys of a schema of formats.json."""
 SCHEMAS: dict[str, tuple[Any, dict[str, str]]] = {
-    **{name: (getattr(artefacts, schema), {key: about for key, (_, _, about) in FORMATS[schema].items()}) for name, schema in NAMES.items()},
+    **{name: (getattr(schemas, schema), {key: about for key, (_, _, about) in FORMATS[schema].items()}) for name, schema in NAMES.items()},
     "judge": (JudgeConfig, JUDGE),
 }  # fmt: skip
 
@@ -76,7 +76,7 @@ def limited(kind: Any, limit: Any) -> str:
 
 def keys(schema: Any) -> dict[str, tuple[str, bool]]:
     """Key → its type in words, and whether it may be absent."""
-    hints = get_type_hints(schema, vars(artefacts) if is_typeddict(schema) else None, include_extras=True)
+    hints = get_type_hints(schema, vars(schemas) if is_typeddict(schema) else None, include_extras=True)
     if is_dataclass(schema):
         known = {f.name: f.default is not MISSING or f.default_factory is not MISSING for f in fields(schema)}
         return {name: (described(hints[name]), known[name]) for name in known}

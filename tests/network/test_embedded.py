@@ -17,7 +17,7 @@ from selfjudge.decoding.rules import Exact, Judged, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate, stream
 from selfjudge.judge.model import Judge
-from selfjudge.label.mismatch import predict_draft_tokens
+from selfjudge.label.methods import predict_draft_tokens
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.loaded import Draft

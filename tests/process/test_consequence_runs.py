@@ -16,8 +16,8 @@ from runs import SimilarReplies, content, label_settings, prompts_file, similar
 from selfjudge.cli.main import app
 from selfjudge.label.checks import OutcomeCheck, decode_many
 from selfjudge.label.config import LabelConfig
-from selfjudge.label.consequences import CONTROL_EVERY
 from selfjudge.label.folder import read_manifest, read_shards
+from selfjudge.label.methods import CONTROL_EVERY
 from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_json, read_rows

@@ -14,7 +14,7 @@ from conftest import tiny_model
 from runs import SimilarReplies, label_settings as settings_of
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import Original, OutcomeCheck, Substitution, compare_answers, continue_responses
-from selfjudge.label.consequences import MARGINS, compute_margins, draw_cases, draw_places
+from selfjudge.label.methods import MARGINS, compute_margins, draw_cases, draw_places
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import Case
 from selfjudge.models.loaded import Draft

@@ -27,7 +27,7 @@ from selfjudge.report.demo import demo_page, describe_result, gain_table, mark_s
 from selfjudge.store.load import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import load_rows
-from selfjudge.tune.ledger import find_earlier, ledger_file, note_attempt
+from selfjudge.tune.independence import find_earlier, ledger_file, note_attempt
 from selfjudge.types import Generation
 
 Run = Callable[..., tuple[int, str, str]]

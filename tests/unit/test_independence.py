@@ -16,9 +16,9 @@ from hypothesis import given, settings, strategies as st
 
 from power import simulate_power
 from selfjudge.errors import SelfJudgeError
-from selfjudge.tune import ledger
+from selfjudge.tune import independence as ledger
 from selfjudge.tune.certify import Claim, average_groups, compute_log_capital, share_delta
-from selfjudge.tune.groups import SHINGLE, SIMILAR, Groups, key_prompt, normalise
+from selfjudge.tune.independence import SHINGLE, SIMILAR, Groups, key_prompt, normalise
 
 EPSILON, DELTA = 0.1, 0.1
 Random = np.random.Generator

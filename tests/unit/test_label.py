@@ -16,9 +16,14 @@ from runs import label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.checks import MeaningCheck, Original, OutcomeCheck, Substitution, decode_many
-from selfjudge.label.mismatch import predict_draft_tokens, select_places
+from selfjudge.label.methods import (
+    find_next_mismatch,
+    predict_draft_tokens,
+    score_events,
+    search_critical_tokens,
+    select_places,
+)
 from selfjudge.label.pipeline import label_pair
-from selfjudge.label.preservation import find_next_mismatch, score_events, search_critical_tokens
 from selfjudge.label.score import Scorer
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair

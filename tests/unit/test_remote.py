@@ -17,7 +17,7 @@ from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.answers import PartialAnswer, request_options
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig
-from selfjudge.label.consequences import compute_margins
+from selfjudge.label.methods import compute_margins
 from selfjudge.label.score import Case
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair

@@ -21,7 +21,7 @@ from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.config import EngineGamma, WorkerConfig
 from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder
 from selfjudge.store import home, read_json
-from selfjudge.store.artefacts import RunRecord
+from selfjudge.store.schema import RunRecord
 from selfjudge.types import MAX_GAMMA
 
 KINDS = {

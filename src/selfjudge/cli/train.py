@@ -20,7 +20,7 @@ from selfjudge.label.folder import read_manifest, summarise_labels
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, read_json, refuse_foreign
-from selfjudge.store.artefacts import RunRecord
+from selfjudge.store.schema import RunRecord
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 
 

@@ -26,7 +26,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Collector
 from selfjudge.store import RunFolder, read_rows, read_tensors, sha256, write_rows, write_tensors
-from selfjudge.store.artefacts import DistillPrompt, PromptsSeal
+from selfjudge.store.schema import DistillPrompt, PromptsSeal
 from selfjudge.types import Notify
 
 Row = dict[str, Any]  # a prompt, as `DistillPrompt` describes it

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import TaskExamples
 from selfjudge.store import read_json, read_rows, write_json, write_rows
-from selfjudge.store.artefacts import FinishedSummary, ScoredSample
+from selfjudge.store.schema import FinishedSummary, ScoredSample
 from selfjudge.tasks import Row
 
 SAMPLES = "samples.jsonl.gz"

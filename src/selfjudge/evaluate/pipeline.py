@@ -23,7 +23,7 @@ from selfjudge.evaluate.execute import Answerer, Evaluation, Execution, TorchAns
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
-from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
+from selfjudge.store.schema import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.tasks import split_of
 from selfjudge.types import Notify, Warn, default_gamma, ignore
 

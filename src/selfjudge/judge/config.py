@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import hub_options, read_json, unreachable, write_json
-from selfjudge.store.artefacts import Count, Share, TrainingPrompts
-from selfjudge.store.schema import Range
+from selfjudge.store.schema import Count, Range, Share, TrainingPrompts
 from selfjudge.types import DEFAULT_THETA
 
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+previous")

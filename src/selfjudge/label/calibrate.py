@@ -1,6 +1,6 @@
 """τ: the score below which a token is rejected, from tokens that are known to be critical.
 
-On prompts with a checkable answer the search (preservation.py) finds the draft tokens that change the answer. τ is the
+On prompts with a checkable answer the search (methods.py) finds the draft tokens that change the answer. τ is the
 score under which the share `reject_recall` of them lies. It belongs to one suffix length. The evidence keeps every
 position's log-probability, so that τ can be computed again for another."""
 
@@ -15,7 +15,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import AnswerCheck
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import Row
-from selfjudge.label.preservation import score_events, search_critical_tokens
+from selfjudge.label.methods import score_events, search_critical_tokens
 from selfjudge.label.score import Scorer, Scores, sum_scores
 from selfjudge.store import read_tensors, write_tensors
 from selfjudge.types import Notify

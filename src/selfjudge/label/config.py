@@ -8,7 +8,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import Source, apply_limit, check_readable, hash_files
 from selfjudge.store import read_json
-from selfjudge.store.artefacts import TauFile
+from selfjudge.store.schema import TauFile
 from selfjudge.tasks import is_task, load_task
 from selfjudge.types import check_settings, setting
 

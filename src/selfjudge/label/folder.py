@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import RunFolder, read_json, read_rows, read_tensors, write_rows, write_tensors
-from selfjudge.store.artefacts import LabelManifest, LabelRow, Response
+from selfjudge.store.schema import LabelManifest, LabelRow, Response
 
 Row = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]

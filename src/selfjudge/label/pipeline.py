@@ -17,16 +17,14 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import FEWEST, calibrate
 from selfjudge.label.checks import AnswerCheck, answer_prompts, find_originals
 from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
-from selfjudge.label.consequences import label_by_consequences
 from selfjudge.label.folder import FORMAT, SUMMED, Labels, Row, write_shard
-from selfjudge.label.mismatch import NOTHING, label_by_likelihood
-from selfjudge.label.preservation import label_by_preservation
+from selfjudge.label.methods import NOTHING, label_by_consequences, label_by_likelihood, label_by_preservation
 from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Collector
 from selfjudge.prompts.sources import Source
 from selfjudge.store import RunFolder, read_rows, sha256, write_rows
-from selfjudge.store.artefacts import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
+from selfjudge.store.schema import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
 from selfjudge.tasks import is_task, load_task
 from selfjudge.tasks.code import CodeTask
 from selfjudge.tasks.sandbox.runner import check_isolation

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
 from selfjudge.store import read_json
-from selfjudge.store.artefacts import TensorIndex
+from selfjudge.store.schema import TensorIndex
 
 PIECE = 1 << 26  # bytes of a file that are in host memory at a time, on the way to another device
 DTYPES = {

@@ -25,7 +25,7 @@ from pathlib import Path
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, Embedded, find_embedded
 from selfjudge.store import fingerprint, home, locked, read_json, scratch, sha256, weight_files, write_json
-from selfjudge.store.artefacts import PullManifest
+from selfjudge.store.schema import PullManifest
 from selfjudge.types import Notify
 
 

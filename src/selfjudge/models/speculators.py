@@ -26,8 +26,7 @@ from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, dec
 from selfjudge.models.shape import ROTARY
 from selfjudge.models.weights import check_finite, read_packed
 from selfjudge.store import read_json, whole_tensors, write_json
-from selfjudge.store.artefacts import HeadFile, HeadShape
-from selfjudge.store.schema import conform
+from selfjudge.store.schema import HeadFile, HeadShape, conform
 
 FORMAT = "0.3.0"  # of speculators, whose fields these are
 COMPACT = "head.safetensors"

@@ -9,7 +9,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_rows, sha256
-from selfjudge.store.artefacts import PromptRow
+from selfjudge.store.schema import PromptRow
 from selfjudge.tasks import is_task, load_task, split_of
 from selfjudge.tasks.base import FILE, Prompt, find_prompt, parse_split
 

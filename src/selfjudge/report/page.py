@@ -23,7 +23,7 @@ from selfjudge.report.records import EvalRun, group_by_task, name_task, read_res
 from selfjudge.report.tables import make_tables, number_ids
 from selfjudge.report.verdict import make_verdict
 from selfjudge.store import check_page, hash_source, read_asset, write_text
-from selfjudge.store.artefacts import AnswerExample
+from selfjudge.store.schema import AnswerExample
 
 Content = dict[str, Any]
 TABLES = "tables.md"  # a folder that holds it is one of a report

@@ -12,8 +12,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_json, read_rows
-from selfjudge.store.artefacts import AnswerExample, EvaluationSummary
-from selfjudge.store.schema import conform
+from selfjudge.store.schema import AnswerExample, EvaluationSummary, conform
 
 Interval = tuple[float, float]
 VARIANT = " · "

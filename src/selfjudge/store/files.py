@@ -80,7 +80,7 @@ def weight_files(reference: str | Path) -> list[Path]:
 
 
 def read_json(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
-    """Read a JSON file that must be what `schema` says (see artefacts.py); anything else is a one-line error."""
+    """Read a JSON file that must be what `schema` says (see schema.py); anything else is a one-line error."""
     try:
         with _regular(path) as file:
             raw = file.read(MAX_DOCUMENT + 1)

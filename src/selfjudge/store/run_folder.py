@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store.artefacts import RunRecord, Seal
 from selfjudge.store.files import locked, read_json, sha256, write_json
+from selfjudge.store.schema import RunRecord, Seal
 
 
 def versions(*more: str) -> dict[str, str]:

@@ -2,14 +2,19 @@
 
 A schema is a TypedDict or a dataclass; keys that it does not declare are let through. Its fields are `Any`, `None`,
 `bool`, `int`, `float` (finite), `str`, `Literal`, lists, tuples, dictionaries, unions and other schemas, narrowed
-with `Annotated[…, Range | Pattern]`; `Annotated[str, Literal[…]]` is a choice whose type is `str` elsewhere."""
+with `Annotated[…, Range | Pattern]`; `Annotated[str, Literal[…]]` is a choice whose type is `str` elsewhere.
+
+`formats.json` declares those of the files that runs write: for each key its type and, where it is documented, what it
+means; `?` marks a key that may be absent. Whoever writes a file adds its keys there."""
 
 import json
 import re
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import count, repeat
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -185,3 +190,50 @@ def _shown(value: Any) -> str:
     if isinstance(value, str):
         return f'"{value}"' if len(value) <= 40 else f'"{value[:40]}…"'
     return json.dumps(value, default=repr)[:40]
+
+
+Count = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Score = Annotated[float, Range(-1, 1)]  # factual consistency may be negative
+Difference = Annotated[float, Range(-2, 2)]
+Amount = Annotated[float, Range(0)]
+Width = Annotated[int, Range(1, 1 << 20)]
+HeadCount = Annotated[int, Range(1, 1 << 16)]
+HeadDim = Annotated[int, Range(2, 1 << 16)]
+VocabSize = Annotated[int, Range(1, 1 << 31)]
+SuffixLength = Annotated[int, Range(0, 1 << 16)]
+AttemptNumber = Annotated[int, Range(1, 1 << 20)]
+GammaLength = Annotated[int, Range(0, 1000)]
+LoadSize = Annotated[int, Range(1, 1 << 20)]
+PositiveGamma = Annotated[int, Range(1, 1000)]
+Sha256 = Annotated[str, Pattern("[0-9a-f]{64}", "a sha256")]
+PromptKey = Annotated[str, Pattern("[0-9a-f]{16}", "16 digits of a sha256")]
+OriginLetters = Annotated[str, Pattern("[djt]*", "letters of origins")]
+_NAME = r"[A-Za-z0-9_][\w.~-]{0,200}"
+FileName = Annotated[str, Pattern(_NAME, "the name of a file in this folder")]
+SealedFile = Annotated[str, Pattern(f"(work/)?{_NAME}", "the name of a file in this folder")]
+TaskLabel = Annotated[str, Pattern(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,200}", "the name of a task")]
+Packed = Annotated[str, Pattern("[0-9*. -]*", "numbers, such as '466*0 1 -0.25'")]
+InnerPath = Annotated[str, Pattern(f"{_NAME}(/{_NAME})*", "a path in this folder")]
+
+
+def read_formats() -> dict[str, dict[str, tuple[str, bool, str]]]:
+    """Schema → key → its type, whether it may be absent, and what it means; `extends` adds the keys of another."""
+    formats: dict[str, dict[str, tuple[str, bool, str]]] = {}
+    declared = json.loads(Path(__file__).with_name("formats.json").read_text("utf-8"))
+    for name, schema in declared.items():
+        formats[name] = dict(formats[schema["extends"]]) if "extends" in schema else {}
+        for key, about in schema["keys"].items():
+            kind, _, meaning = about.partition(": ")
+            formats[name][key.removesuffix("?")] = kind, key.endswith("?"), meaning
+    return formats
+
+
+for _schema, _keys in read_formats().items():
+    kinds = {key: f"NotRequired[{kind}]" if optional else kind for key, (kind, optional, _) in _keys.items()}
+    globals()[_schema] = typing.TypedDict(_schema, kinds)  # type: ignore[operator]
+
+if typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The schemas of formats.json."""

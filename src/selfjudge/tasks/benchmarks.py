@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_json, read_rows
-from selfjudge.store.artefacts import TaskRow
+from selfjudge.store.schema import TaskRow
 from selfjudge.tasks import scoring
 from selfjudge.tasks.base import FILE, Prompt, Row, Task, find_prompt, normalise_words
 from selfjudge.tasks.sandbox.runner import ProgramTest, map_on_cores, passes_test

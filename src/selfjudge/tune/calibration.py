@@ -24,7 +24,7 @@ from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune import certify
 from selfjudge.tune.config import BATCHES, CPU_MINUTES, FILE_TOKENS, LOADS, TuneConfig
 from selfjudge.tune.families import FAMILIES, Families, RefusedRule, list_families, split_by_gamma
-from selfjudge.tune.groups import SHINGLE, Groups, key_prompt, normalise
+from selfjudge.tune.independence import SHINGLE, Groups, key_prompt, normalise
 from selfjudge.tune.verify import pack
 from selfjudge.types import Warn
 

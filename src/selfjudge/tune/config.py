@@ -8,7 +8,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.tasks import FILE
 from selfjudge.tune.families import FAMILIES
-from selfjudge.tune.groups import SIMILAR
+from selfjudge.tune.independence import SIMILAR
 from selfjudge.tune.signature import read_key
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 

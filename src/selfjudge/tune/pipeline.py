@@ -29,11 +29,11 @@ from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import hash_tokenizer
 from selfjudge.report.certificate import certificate_markdown, certificate_page
 from selfjudge.store import RunFolder, measured_on, read_json, write_json, write_text
-from selfjudge.store.artefacts import AttemptSeal, Certificate, RecipeFile
+from selfjudge.store.schema import AttemptSeal, Certificate, RecipeFile
 from selfjudge.tasks.base import join_messages
 from selfjudge.tune.calibration import WORDS, LossMeasure, TuneJob
 from selfjudge.tune.config import FREE, TuneConfig
-from selfjudge.tune.ledger import find_earlier, note_attempt
+from selfjudge.tune.independence import find_earlier, note_attempt
 from selfjudge.tune.monitor import describe_answer, describe_scope
 from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, Recipe, make_recipe, seal_recipe
 from selfjudge.tune.signature import SIGNATURE, sign

@@ -17,7 +17,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import read_json, sha256
-from selfjudge.store.artefacts import Certificate, RecipeFile
+from selfjudge.store.schema import Certificate, RecipeFile
 from selfjudge.tune.signature import check_signature, find_key
 from selfjudge.tune.verify import CERTIFICATE, ROW, SHARED, check_bet, check_files, check_rules, hash_recipe
 

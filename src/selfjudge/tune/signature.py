@@ -7,7 +7,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import read_json, write_json
-from selfjudge.store.artefacts import RecipeSignature
+from selfjudge.store.schema import RecipeSignature
 
 SIGNATURE = "signature.json"
 KEY_VARIABLE = "SELFJUDGE_RECIPE_KEY"

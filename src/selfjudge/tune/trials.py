@@ -14,7 +14,7 @@ from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import make_sample
 from selfjudge.report.certificate import SMALLEST_GAIN
 from selfjudge.store import RunFolder, read_rows, write_rows
-from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
+from selfjudge.store.schema import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks import Row
 from selfjudge.tune import certify
 from selfjudge.tune.calibration import CalibrationPrompt, TuneJob, remark

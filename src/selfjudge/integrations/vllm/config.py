@@ -18,7 +18,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.tokens import end_ids, special_ids
 from selfjudge.store import fingerprint, parse_json, read_json, weight_files
-from selfjudge.store.artefacts import PullManifest
+from selfjudge.store.schema import PullManifest
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
