@@ -262,16 +262,19 @@ class InProcess:
 def served(arguments: list[str]) -> tuple[Any, Any, Any]:
     """Pair, judge and config that these options of `selfjudge serve` name."""
 
+    loaded: list[tuple[Any, Any, Any]] = []
+
     @with_options
-    def command(*, models: PairOptions, request: RuleRequest, config: ServerConfig) -> tuple[Any, Any, Any]:
+    def command(*, models: PairOptions, request: RuleRequest, config: ServerConfig) -> None:
         own = replace(request.named(), judge=None)
         pair = Setup(models, request).load(needs_draft=request.gamma != 0)
         judge = pair.judge if request.judge is None else Judge.from_pretrained(request.judge)
-        return pair, judge, replace(config, default_rule=own)
+        loaded.append((pair, judge, replace(config, default_rule=own)))
 
     app = typer.Typer()
     app.command()(command)
-    return app(arguments, standalone_mode=False)  # type: ignore[no-any-return]
+    app(arguments, standalone_mode=False)
+    return loaded[0]
 
 
 @dataclass
