@@ -17,7 +17,7 @@ from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.plan import DraftRows, Plan
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.ops import argmax_with_probability, has_non_finite, replace_non_finite, share_tokens, worth_taking
+from selfjudge.ops import has_non_finite, replace_non_finite, worth_taking
 from selfjudge.types import Block
 
 VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of it
@@ -300,32 +300,6 @@ def check_packed(device: torch.device, dtype: torch.dtype) -> None:
             torch.testing.assert_close(found, wanted, **close)
 
 
-def check_probability(device: torch.device, dtype: torch.dtype) -> None:
-    """The probability of the most likely token."""
-    from selfjudge.ops.argmax_triton import split_argmax
-
-    logits = torch.randn(5, 5000, device=device).mul(3).to(dtype)
-    logits[3] = -torch.inf
-    choice, q = split_argmax(logits, probability=True)
-    wanted, probability = argmax_with_probability(logits.cpu())
-    assert choice.tolist() == wanted.tolist()
-    torch.testing.assert_close(q[:3].cpu(), probability[:3], rtol=1e-4, atol=1e-6)
-
-
-def check_shares(device: torch.device) -> None:
-    """How rows share what is verified: one block of rows and two; on a GPU, where it takes no time, also more drafts."""
-    from selfjudge.ops.share_triton import share
-
-    for rows, gamma, count in ((3, 1, 2), (5, 4, 9), (66, 2, 90), (66, 5, 200), (130, 5, 520))[
-        : 5 if device.type == "cuda" else 3
-    ]:
-        q = torch.rand(rows, gamma, device=device).mul(8).ceil().div(8)  # many ties
-        caps = torch.randint(0, gamma + 1, (rows,), device=device)
-        for some in (caps, torch.full_like(caps, gamma)):
-            limits = share(q, some, count)
-            assert limits.tolist() == share_tokens(q.cpu(), some.cpu(), count).tolist()
-
-
 APPROVALS = (
     (torch.float32, FEATURES[0], None, SPECIAL), (torch.float32, FEATURES[1], None, ()), (torch.float32, FEATURES[2], None, SPECIAL),
     (torch.bfloat16, FEATURES[2], 14.0, SPECIAL),
@@ -340,13 +314,11 @@ def check_all(device: torch.device) -> None:
     for shape in DESCRIBED[: None if device.type == "cuda" else -1]:
         check_described(device, torch.float32, *shape)
     check_price(device)
-    check_shares(device)
     check_packed(device, torch.float32)
     if device.type == "cuda":  # the interpreter multiplies no bfloat16
         check_packed(device, torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)
-        check_probability(device, dtype)
         for features in FEATURES:
             for limit in (None, 14.0):
                 check_scores(device, dtype, features, limit)

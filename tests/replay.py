@@ -15,16 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from selfjudge.decoding.acceptance import RowBlocks
 from selfjudge.decoding.costs import CostTable
-from selfjudge.decoding.cycle import SharedLimits
 from selfjudge.decoding.gamma import LiveRows
-from selfjudge.ops import share_tokens
 
-SHARING = 3e-5  # seconds that a cycle whose rows share drafts takes besides one more draft
 DATA = Path(__file__).with_name("data")
 DEPTH = 10
 
@@ -116,26 +112,22 @@ class Replay:
         blocks = RowBlocks.new(rows)
         while len(live) == rows:
             gamma, drafts = controller.choose(rows, behind, LiveRows(blocks, np.full(rows, 192))), 0
-            shared = self._share(live, gamma) if controller.size(rows, gamma).shared else None
             while drafts < gamma:
                 drafts += 1
                 q = [float(row.answer.q[row.at, drafts - 1]) for row in live] + [1.0] * (rows - len(live))
                 if not static and not controller.draft_on(lambda q=q: q):
                     break
-            limits = np.full(rows, drafts) if shared is None else shared.limits
             accepted = np.zeros(rows, np.int64)
             alive = np.zeros(rows, bool)
             for i, row in enumerate(live):
-                accepted[i], alive[i] = min(int(row.answer.run[row.at]), int(limits[i])), True
+                accepted[i], alive[i] = min(int(row.answer.run[row.at]), drafts), True
                 step = min(int(accepted[i]) + 1, len(row.answer.run) - row.at)
                 row.at, made = row.at + step, made + step
                 accepted[i] = min(accepted[i], step)
             draft, rest = self.seconds(rows, drafts)
-            if shared is not None:
-                draft = self.seconds(rows, drafts + 1)[0] + SHARING
             spent += draft + rest
             seconds = {"draft": draft, "target": rest}
-            controller.observe(accepted, alive, drafts, seconds, blocks, behind=behind > 0, shared=shared)
+            controller.observe(accepted, alive, drafts, seconds, blocks, behind=behind > 0)
             behind = 0 if drafts else behind + 1
             for i, row in enumerate(live):
                 if row.ended:
@@ -170,11 +162,3 @@ class Replay:
                 alive = np.isin(np.arange(rows), live)
                 gamma.observe(used, alive, drafts, {"target": seconds}, blocks)
         return made / spent
-
-    @staticmethod
-    def _share(live: Sequence[Row], drafts: int) -> SharedLimits:
-        """The likeliest drafts of all rows, each of which drafts one more than it may have verified in the mean."""
-        q = np.stack([row.answer.q[row.at, : drafts + 1] for row in live])
-        caps = torch.full((len(live),), drafts + 1)
-        limits = share_tokens(torch.from_numpy(q.astype(np.float32)), caps, len(live) * drafts)
-        return SharedLimits(q, limits.numpy())

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from selfjudge.ops import argmax_checked, argmax_with_probability, has_non_finite, replace_non_finite, share_tokens
+from selfjudge.ops import argmax_checked, has_non_finite, replace_non_finite
 
 NAN, INF = math.nan, math.inf
 ROWS = [
@@ -51,22 +51,3 @@ def test_regular_logits_have_a_finite_maximum_and_a_softmax() -> None:
         assert made.amax(-1).isfinite().all()
         assert (made.float() / 0.5).softmax(-1).isfinite().all()
     assert replace_non_finite(torch.full((1, 4), -INF)).softmax(-1).tolist() == [[0.25] * 4]
-
-
-def test_the_probability_of_the_most_likely_token() -> None:
-    logits = torch.randn(4, 3, 50)
-    choice, q = argmax_with_probability(logits)
-    assert choice.tolist() == logits.argmax(-1).tolist()
-    torch.testing.assert_close(q, logits.softmax(-1).amax(-1))
-    assert argmax_with_probability(torch.tensor([[NAN, 2.0, -INF]]))[0].tolist() == [1]
-
-
-def test_the_likeliest_drafts_of_all_rows_are_shared() -> None:
-    q = torch.tensor([[0.9, 0.9, 0.9], [0.5, 0.2, 0.9], [0.99, 0.1, 1.0]])
-    full = torch.full((3,), 3)
-    assert share_tokens(q, full, 9).tolist() == [3, 3, 3]
-    assert share_tokens(q, full, 4).tolist() == [3, 0, 1]  # 0.99, 0.9, 0.81, 0.729 come before 0.5
-    assert share_tokens(q, full, 5).tolist() == [3, 1, 1]
-    assert share_tokens(q, full, 0).tolist() == [0, 0, 0]
-    assert share_tokens(q, torch.tensor([0, 3, 1]), 4).tolist() == [0, 3, 1]  # rows that have ended take nothing
-    assert share_tokens(torch.full((3, 2), 0.5), torch.full((3,), 2), 4).tolist() == [2, 1, 1]  # ties: the earlier

@@ -19,7 +19,7 @@ from fake_judge import constant_judge
 from proposals import requests_of
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
-from selfjudge.decoding.cycle import Cycle, CycleSize, SharedLimits
+from selfjudge.decoding.cycle import Cycle, CycleSize
 from selfjudge.decoding.gamma import GammaController, LiveRows
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Margin, SpeculativeSampling, TopK
@@ -305,60 +305,6 @@ def test_rows_come_and_go_while_gamma_changes() -> None:
     assert [tokens[i] for i in range(5)] == [
         greedy(target, p, 20 if i == 0 else 5 * i + 6) for i, p in enumerate(prompts)
     ]
-
-
-@pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("engine_kind", ["cuda"], indirect=True)
-@pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
-def test_rows_that_share_drafts_give_the_same_tokens(draft_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows come and go; the first drafts badly, so the others get most of what a pass verifies."""
-    monkeypatch.setattr(GammaController, "shares", lambda self, rows: rows > 1)
-    monkeypatch.setattr(loop, "GammaController", _Wilful)
-    target, draft = tiny_model(seed=1), tiny_model(seed=1)
-    with torch.no_grad():
-        for p in draft.parameters():
-            p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
-    seen: list[SharedLimits] = []
-    observe = _Wilful.observe
-
-    def watch(self: _Wilful, *args: object, shared: SharedLimits | None, **options: object) -> None:
-        seen.extend([] if shared is None else [shared])
-        observe(self, *args, shared=shared, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(_Wilful, "observe", watch)
-    prompts, queue = prompts_of([4, 19, 7, 1, 12, 30]), AdmissionQueue(3, 96)
-    small = draft if draft_kind == "layers" else tiny_head(target)
-    tokens: dict[int, list[int]] = {}
-    steps = decode(engines_of(target, small), [Request(prompts[0], 20)], Exact(), queue=queue)
-    for number, step in enumerate(steps):
-        for emission in step.emissions:
-            tokens.setdefault(emission.row, []).extend(emission.tokens)
-        for i in {0: [1, 2], 5: [3], 9: [4, 5]}.get(number, ()):
-            queue.put(Request(prompts[i], 5 * i + 6))
-    assert [tokens[i] for i in range(6)] == [
-        greedy(target, p, 20 if i == 0 else 5 * i + 6) for i, p in enumerate(prompts)
-    ]
-    assert len(seen) > 10
-    for q, limits in seen:
-        assert limits.sum() <= len(limits) * (q.shape[1] - 1)
-    assert any(len(set(limits)) > 1 for _, limits in seen)
-
-
-@pytest.mark.parametrize("engine_kind", ["cuda"], indirect=True)
-def test_sharing_is_measured_whichever_rule_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfjudge.decoding.gamma.SHARED_ROWS", 4)
-    target, prompts = tiny_model(seed=1), prompts_of([4, 9, 7, 12])
-    engines = engines_of(target, tiny_model(seed=2))
-    costs = loop.find_statistics(engines).costs
-    for rule in (TopK(3), Exact()):
-        assert not costs.sharing
-        tokens: list[list[int]] = [[] for _ in prompts]
-        queue = AdmissionQueue(4, 96)
-        for step in decode(engines, requests_of(prompts, 12, None), rule, queue=queue):
-            for emission in step.emissions:
-                tokens[emission.row] += emission.tokens
-    assert set(costs.sharing) == {4}
-    assert tokens == [greedy(target, p, 12) for p in prompts]
 
 
 @pytest.fixture

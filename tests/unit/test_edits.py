@@ -15,9 +15,7 @@ from equality import greedy
 from proposals import prompts_of, requests_of
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
-from selfjudge.decoding.cycle import Cycle, CycleSize
 from selfjudge.decoding.edits import VerifiedLogits
-from selfjudge.decoding.gamma import GammaController
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Margin, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
@@ -163,35 +161,6 @@ def test_a_relaxed_rule_never_accepts_a_forbidden_draft(kind: str) -> None:
     requests = [Request(p, 20, edits=(Forbid(range(10, 30)),)) for p in prompts]
     tokens = answers(engines_of(kind, "small"), requests, Margin(50.0), gamma=4)
     assert not set(range(10, 30)) & {t for row in tokens for t in row}
-
-
-def test_rows_that_share_their_tokens_do_not_while_one_has_edits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GammaController, "shares", lambda self, rows: rows > 1)
-    monkeypatch.setattr(GammaController, "choose", lambda self, rows, behind=0, live=None: 2)
-    monkeypatch.setattr(loop.BatchGamma, "capture_choices", lambda self, rows, controller: None)
-    sizes: list[CycleSize] = []
-    run = Cycle.run
-
-    def watch(self: Cycle, *args: object) -> object:
-        sizes.append(self.size)
-        return run(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Cycle, "run", watch)
-    prompts, queue = prompts_of([4, 9, 6]), AdmissionQueue(3, 60)
-    requests = [Request(prompts[0], 30), Request(prompts[1], 8, edits=(NoToken2x(),)), Request(prompts[2], 30)]
-    tokens = answers(engines_of("cuda", "small"), requests, Exact(), gamma="auto", queue=queue)
-    edited = greedy_under(TARGET, prompts[1], 8, NoToken2x())
-    assert tokens == [greedy(TARGET, prompts[0], 30), edited, greedy(TARGET, prompts[2], 30)]
-    assert {size.shared for size in sizes} == {False, True}
-
-
-def test_a_cycle_that_shares_its_tokens_refuses_edits() -> None:
-    cycle = Cycle(engines_of("cuda"), Exact(), CycleSize(2, 4, shared=True), trace=False, first=torch.tensor([3, 4]))
-    cycle.target.reserve(2, 40)
-    assert cycle.draft is not None
-    cycle.draft.reserve(2, 40)
-    with pytest.raises(ValueError, match="takes no edits"):
-        cycle.run(None, [1, 1], [(Forbid([1]),), ()])
 
 
 def test_the_argmax_of_edited_logits_is_taken_again_in_place() -> None:

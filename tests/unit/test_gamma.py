@@ -301,22 +301,6 @@ def test_a_rule_begins_with_what_exact_accepts() -> None:
     assert RequestGamma(statistics, TopK(2)).choose(1) == RequestGamma(statistics, Exact()).choose(1) > 4
 
 
-@pytest.mark.parametrize("rows", [64, pytest.param(256, marks=pytest.mark.slow)])
-def test_rows_that_share_beat_every_fixed_gamma(rows: int) -> None:
-    """Half of the rows do mathematics, half answer open questions: drafts go where they are likely to stand."""
-    tasks = recordings("qwen")
-    answers = [each for both in zip(tasks["gsm8k"], tasks["dolly"], strict=False) for each in both]
-    many = (answers * (1 + 5 * rows // len(answers)))[: 5 * rows]
-    replay, statistics = Replay("h200-qwen"), PairStatistics()
-    for known, cells in costs("h200-qwen").items():
-        for drafts, seconds in cells.items():
-            statistics.costs.add(known, drafts, seconds)
-    statistics.costs.sharing[rows] = 1.0
-    replay.auto(GammaController(statistics, Exact(), static=True, steady=True), many[: 2 * rows], rows, static=True)
-    speed = replay.auto(GammaController(statistics, Exact(), static=True, steady=True), many, rows, static=True)
-    assert speed > 1.03 * max(replay.fixed(many, rows, gamma) for gamma in range(DEPTH + 1))
-
-
 def test_a_static_engine_keeps_a_gamma_that_is_about_as_fast() -> None:
     """Every change to a smaller γ lets the draft read what the new cycle has no room for."""
     statistics = Machine(step=0.05, token=0.02).statistics(8)

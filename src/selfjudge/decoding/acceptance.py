@@ -67,15 +67,10 @@ class Calibration:
         self.count = np.zeros(len(self.GUESS))
         self.accepted = np.zeros(len(self.GUESS))
 
-    def observe(
-        self, q: NDArray[np.float64], accepted: NDArray[np.int64], limits: NDArray[np.int64] | None = None
-    ) -> None:
-        """Count drafts of probability q [B, γ], of which `accepted` [B]. Those after a rejection do not count, nor
-        those beyond `limits` [B], which were not verified."""
+    def observe(self, q: NDArray[np.float64], accepted: NDArray[np.int64]) -> None:
+        """Count drafts of probability q [B, γ], of which `accepted` [B]. Those after a rejection do not count."""
         at = np.arange(q.shape[1])
         bins, reached = np.searchsorted(self.EDGES, q), accepted[:, None] >= at
-        if limits is not None:
-            reached &= limits[:, None] > at
         np.add.at(self.count, bins[reached], 1.0)
         np.add.at(self.accepted, bins[reached & (accepted[:, None] > at)], 1.0)
         full = self.count > self.MAX_COUNT

@@ -16,7 +16,7 @@ from selfjudge.decoding.acceptance import RowBlocks
 from selfjudge.decoding.admission import BatchRows, Request
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.costs import CostTable, say_measuring
-from selfjudge.decoding.cycle import CycleOutcome, CycleSize, SharedLimits, is_captured
+from selfjudge.decoding.cycle import CycleSize, is_captured
 from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, LiveRows, PairStatistics, RequestGamma
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules
@@ -65,15 +65,7 @@ class MeasuringSchedule:
         return CycleSize(drafts)
 
     def observe(
-        self,
-        accepted: Any,
-        alive: Any,
-        drafts: int,
-        seconds: Mapping[str, float],
-        blocks: RowBlocks,
-        *,
-        behind: bool,
-        shared: SharedLimits | None = None,
+        self, accepted: Any, alive: Any, drafts: int, seconds: Mapping[str, float], blocks: RowBlocks, *, behind: bool
     ) -> None:
         if behind and drafts:
             return
@@ -145,9 +137,6 @@ class BatchGamma:
         fixed, static = live & (rows.gamma >= 0), self.engines.target.static
         if self.controller is not None and not fixed.any():
             drafts = self.controller.choose(len(rows), plain_cycles, rows.live)
-            size = self.controller.size(len(rows), drafts)
-            if size.shared and not rows.live_needs[2]:
-                return CyclePlan(size, np.where(live, size.gamma, 0))
             return CyclePlan(CycleSize(drafts))
         gammas = np.where(fixed, rows.gamma, 0)
         if (free := live & ~fixed).any():
@@ -180,13 +169,11 @@ class BatchGamma:
         statistics = controller.statistics
         costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
         known = (rows in costs.cycles or not usual) and costs.covers(rows)
-        if usual and isinstance(controller, GammaController):
-            self._measure_sharing(rows, controller)
         start, captured = time.perf_counter(), len(self.engines.target.captured_cycles)
         try:
             if not known:
                 say_measuring()
-                gammas = [0, *controller.choices_for(rows)]
+                gammas = [0, *controller.choices]
                 cycles = capture_cycles(self.engines, self.lossless, rows, map(CycleSize, gammas), trace=self.trace)
                 seconds = [time_cycle(cycle) for cycle in cycles]
                 costs.begin(rows)
@@ -201,34 +188,16 @@ class BatchGamma:
         if known and (new := len(self.engines.target.captured_cycles) - captured) > 0:
             statistics.capture_seconds = (time.perf_counter() - start) / new
 
-    def _measure_sharing(self, rows: int, controller: GammaController) -> None:
-        """Measure once how much longer a cycle takes in which rows share what a pass verifies."""
-        drafts, costs = 3, controller.statistics.costs
-        if not controller.may_share(rows) or rows in costs.sharing:
-            return
-        sizes = [CycleSize(drafts), CycleSize(drafts + 1, rows * (drafts + 1), shared=True)]
-        try:
-            cycles = capture_cycles(self.engines, self.lossless, rows, sizes, trace=self.trace)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return
-        each, shared = (sum(time_cycle(cycle)) for cycle in cycles)
-        costs.sharing[rows] = shared / each
-        if rows in costs.cycles:
-            costs.save(rows)
-
     def observe(
-        self, outcome: CycleOutcome, used: NDArray[np.int64], live: NDArray[np.bool_], rows: BatchRows, cycle: Observed
+        self, used: NDArray[np.int64], live: NDArray[np.bool_], rows: BatchRows, cycle: Observed
     ) -> tuple[float, float]:
         """Count a cycle in which row b of the `live` ones accepted used[b] drafts. Returns the seconds that the table
         of costs has for a plain cycle and for this one; zeros where γ is not chosen."""
-        drafts, behind = cycle.drafts if outcome.shared is None else cycle.drafts - 1, cycle.behind
+        drafts, behind = cycle.drafts, cycle.behind
         if cycle.gammas is None or self.statistics is None:
             if self.controller is None:
                 return 0.0, 0.0
-            self.controller.observe(
-                used, live, drafts, cycle.seconds, rows.blocks, behind=behind, shared=outcome.shared
-            )
+            self.controller.observe(used, live, drafts, cycle.seconds, rows.blocks, behind=behind)
             return self.controller.costs_of(len(rows), drafts)
         gammas = np.where(live, cycle.gammas, 0)
         if not (behind and drafts) and (gammas[live] == drafts).all():

@@ -62,7 +62,7 @@ def list_sizes(gamma: Gamma, rule: AcceptanceRule, rows: int, statistics: PairSt
     )
     if gamma != "auto":
         return [policy.size(rows, gamma) if isinstance(rule, RowRules) else CycleSize(gamma)]
-    return [policy.size(rows, drafts) for drafts in (0, *policy.choices_for(rows))]
+    return [policy.size(rows, drafts) for drafts in (0, *policy.choices)]
 
 
 @torch.no_grad()

@@ -50,8 +50,6 @@ class CostTable:
         self.shape = shape
         self.cycles: dict[int, dict[int, tuple[float, float]]] = {}
         """Rows → drafts → seconds of drafting, seconds of the rest."""
-        self.sharing: dict[int, float] = {}
-        """Rows → seconds of a cycle in which they share what is verified, relative to one in which they do not."""
         self.stale = False
         """Whether cycles of answers contradict the table: it is measured again before the next batch, once."""
         self.rough = False
@@ -151,7 +149,6 @@ class CostTable:
             record = read_json(self._path)
             if record.get("shape") != self.shape:
                 return
-            sharing = {_whole(rows): _pair((0, ratio))[1] for rows, ratio in record.get("sharing", {}).items()}
             read = {
                 _whole(rows): {_whole(drafts): _pair(seconds) for drafts, seconds in cells.items()}
                 for rows, cells in record["cycles"].items()
@@ -159,7 +156,6 @@ class CostTable:
         except (SelfJudgeError, KeyError, TypeError, ValueError, AttributeError):
             return  # there is none, or it is damaged: it is measured
         self.cycles = {rows: cells for rows, cells in read.items() if 0 in cells and len(cells) > 2}
-        self.sharing = {rows: ratio for rows, ratio in sharing.items() if rows in self.cycles}
         self._kept = set(self.cycles)
         self._lists.clear()
 
@@ -174,8 +170,7 @@ class CostTable:
         known = earlier.cycles | {kept: self.cycles[kept] for kept in self._kept}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            sharing = earlier.sharing | self.sharing
-            write_json(self._path, {"shape": self.shape, "cycles": known, "sharing": sharing})
+            write_json(self._path, {"shape": self.shape, "cycles": known})
         except (OSError, SelfJudgeError) as error:
             warnings.warn(
                 f"speeds are measured again next time: {self._path} cannot be written ({error})", stacklevel=2

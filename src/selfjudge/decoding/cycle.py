@@ -24,7 +24,7 @@ from selfjudge.decoding.rules_by_row import SETTINGS, RowRules
 from selfjudge.decoding.sampling import RowSampling, Sampling, sample
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BatchEngines, Drafter
-from selfjudge.ops import argmax_checked, argmax_with_probability, replace_non_finite, share_tokens
+from selfjudge.ops import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
 Limits = Sequence[int] | NDArray[np.int64] | Tensor  # [B] how many drafts of each row are verified
@@ -39,50 +39,28 @@ class Packed:
 
     table: Tensor
     """[B, 3+2γ], traced [B, 3+6γ]: n accepted, next token, non-finite; γ each of drafts, judged, parts of `_trace`.
-    Of a guarded cycle one column more, `GuardedBlock.bits`, before the drafts.
-    Of a cycle that shares its tokens [B, 4+3γ]: the limit of each row at the end, after the bits of q [B, γ]."""
+    Of a guarded cycle one column more, `GuardedBlock.bits`, before the drafts."""
     drafted: int  # γ: draft tokens of each row
     traced: bool
-    shared: bool = False
     guarded: bool = False
 
     @classmethod
     def pack(
-        cls,
-        block: Block,
-        verdict: Verdict,
-        *,
-        traced: bool = False,
-        q: Tensor | None = None,
-        guarded: GuardedBlock | None = None,
+        cls, block: Block, verdict: Verdict, *, traced: bool = False, guarded: GuardedBlock | None = None
     ) -> Packed:
         n, next_token = verdict.n_accepted[:, None], verdict.next_token[:, None]
         head = [n, next_token, verdict.non_finite.long().expand_as(n)]
         head += [] if guarded is None else [guarded.bits[:, None]]
         parts = [block.draft_tokens, verdict.judged.long(), *(_trace(block, verdict) if traced else ())]
-        if q is not None:
-            assert block.limits is not None
-            parts += [q.view(torch.int32).long(), block.limits[:, None]]
-        return cls(torch.cat(head + parts, 1), block.gamma, traced, q is not None, guarded is not None)
+        return cls(torch.cat(head + parts, 1), block.gamma, traced, guarded is not None)
 
     def unpack(self) -> CycleOutcome:
         """The columns of a table that has reached the host."""
         table: NDArray[np.int64] = self.table.cpu().numpy()
-        shared = None
-        if self.shared:
-            q = table[:, -1 - self.drafted : -1].astype(np.int32).view(np.float32)
-            shared, table = SharedLimits(q.astype(np.float64), table[:, -1]), table[:, : -1 - self.drafted]
         guarded = table[:, 3] if self.guarded else np.zeros(len(table), np.int64)
         parts = table[:, 3 + self.guarded :].reshape(len(table), 6 if self.traced else 2, self.drafted)
         trace = parts[:, 2:] if self.traced else None
-        return CycleOutcome(table[:, 0], table[:, 1], table[:, 2], parts[:, 0], parts[:, 1], trace, shared, guarded)
-
-
-class SharedLimits(NamedTuple):
-    """How a cycle shared its tokens."""
-
-    q: NDArray[np.float64]  # [B, γ] the draft's probability of each draft
-    limits: NDArray[np.int64]  # [B] how many drafts of each row were verified
+        return CycleOutcome(table[:, 0], table[:, 1], table[:, 2], parts[:, 0], parts[:, 1], trace, guarded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +73,6 @@ class CycleOutcome:
     drafts: NDArray[Any]  # [B, γ] draft tokens
     judged: NDArray[Any]  # [B, γ] 1 where the draft was accepted although the alignment rule rejects it
     trace: NDArray[Any] | None  # [B, 4, γ] the four parts of `_trace`
-    shared: SharedLimits | None = None  # of a cycle that shares its tokens
     guarded: NDArray[Any] | None = None  # [B] `GuardedBlock.bits`
 
     def judged_tokens(self, row: int, tokens: int) -> tuple[JudgedToken, ...]:
@@ -130,9 +107,6 @@ class CycleSize(NamedTuple):
     tokens: int | None = None
     """Tokens of the target's pass, limits[b] + 1 of row b and padding. None: γ + 1 of every row. For static engines:
     others take limits in any cycle."""
-    shared: bool = False
-    """Whether the drafts are verified that the draft model finds likeliest, whichever rows have them. Limits are then
-    the most that a row may have. Greedy lossless rules alone: what is verified depends on the drafts."""
 
 
 class Cycle:
@@ -151,7 +125,7 @@ class Cycle:
         """`first` [B] are the newest tokens of the rows, `row_state` what rules know of them; `trace` asks for what the
         target wanted at judged tokens. A size that is a number is γ."""
         self.size = size if isinstance(size, CycleSize) else CycleSize(size)
-        gamma, tokens, _ = self.size
+        gamma, tokens = self.size
         self.target, self.draft = engines.target, engines.draft
         self.rule, self.gamma, self.trace, self.guards = rule, gamma, trace, rule.guards
         self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
@@ -161,7 +135,6 @@ class Cycle:
         zeros = first.new_zeros((len(first), ROW_STATE), dtype=torch.float32)
         self.row_state = zeros if row_state is None else row_state.clone()
         """[B, ROW_STATE] what a rule has to know of each answer so far."""
-        self.q: Tensor | None = None  # [B, γ] the draft's probabilities of its drafts, where tokens are shared
         # until `limit` is called: as many as fit, so that the cycle can be captured before its first run
         self.limits = torch.full_like(first, gamma if tokens is None else min(gamma, tokens // len(first) - 1))
         """[B] drafts of each row that are verified, where rows are `limited`."""
@@ -175,7 +148,7 @@ class Cycle:
         self.output: Output | None = None
         self.block: Block | None = None
         self.guarded: GuardedBlock | None = None
-        self.verified: VerifiedLogits | None = None  # for the edits of rows; None where tokens are shared
+        self.verified: VerifiedLogits | None = None  # for the edits of rows
         self.packed: Packed | None = None
 
     @property
@@ -213,8 +186,7 @@ class Cycle:
         """Start the four phases, captured or not; edits of rows act on the host between the second and the third."""
         for name, phase in zip(PHASES, self.captured or self._phases(), strict=True):
             if edits and name == "judge":
-                if self.verified is None:
-                    raise ValueError("a cycle that shares its tokens takes no edits")
+                assert self.verified is not None
                 with timer("rule"):
                     self.verified.edit(edits)
             with timer(name):
@@ -242,7 +214,7 @@ class Cycle:
             raise ValueError("a captured cycle takes limits only if it has a number of tokens")
         values = torch.as_tensor(limits)
         if not values.is_cuda:
-            if self.tokens is not None and not self.size.shared and int(values.sum()) + len(values) > self.tokens:
+            if self.tokens is not None and int(values.sum()) + len(values) > self.tokens:
                 raise ValueError(f"the limits need more than the {self.tokens} tokens of this cycle")
             if self.limits.is_cuda:
                 values = values.pin_memory()  # the copy does not wait for the cycles in flight
@@ -251,7 +223,7 @@ class Cycle:
 
     def propose(self) -> None:
         """Set the drafts [B, ≤ γ] of this cycle."""
-        self.drafts, self.draft_logits, self.q = self.last[:, :0], None, None
+        self.drafts, self.draft_logits = self.last[:, :0], None
         if self.draft is not None and self.gamma:
             self.drafts, self.draft_logits = self._proposals(self.draft)
 
@@ -260,7 +232,6 @@ class Cycle:
         if `draft_on` says so."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
-        q: list[Tensor] = []
         size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
         draft_on = None if draft.static else self.draft_on
         logits = draft.propose(self.gamma)
@@ -269,9 +240,6 @@ class Cycle:
             if sampling is not None:
                 known, chosen = self._draw(logits, i, ids)
                 drawn_from.append(known)
-            elif self.size.shared:
-                chosen, probability = argmax_with_probability(known)
-                q.append(probability)
             else:
                 chosen = argmax_checked(known)[0]
                 if self.rule.reads_draft:
@@ -281,7 +249,6 @@ class Cycle:
                 break
             if i + 1 < self.gamma:
                 logits = draft.extend(tokens[-1])
-        self.q = torch.stack(q, 1) if q else None
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
     def _draw(self, logits: Tensor, i: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -305,12 +272,11 @@ class Cycle:
         if limits is None:
             self.output = output = self.target.extend(tokens)
         else:
-            only_argmax = self.size.shared and not (self.rule.reads_logits or self.rule.judge or self.trace)
-            self.output = output = self.target.extend_first(tokens, limits + 1, self.tokens, only_argmax=only_argmax)
+            self.output = output = self.target.extend_first(tokens, limits + 1, self.tokens)
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
-        argmax = argmax_checked(output.logits) if output.argmax is None else output.argmax
-        self.verified = None if self.size.shared else VerifiedLogits(output.logits, argmax, self.drafts, limits)
+        argmax = argmax_checked(output.logits)
+        self.verified = VerifiedLogits(output.logits, argmax, self.drafts, limits)
         if self.guards is not None:
             self.guarded = GuardedBlock(self.guards, self.row_state[:, GUARDS], self.drafts)
         self.block = Block(
@@ -324,9 +290,6 @@ class Cycle:
         """[B] how many of the drafts of each row are verified; None where all of them are."""
         if not self.limited:
             return None
-        if self.q is not None:
-            assert self.tokens is not None
-            return share_tokens(self.q, self.limits, self.tokens - len(self.limits))
         limits = self.limits.clamp(0, self.drafts.shape[1])  # drafting may have ended early
         if not self.target.static and bool((limits == self.drafts.shape[1]).all()):
             return None
@@ -352,7 +315,7 @@ class Cycle:
             self.row_state[:, GUARDS] = self.guarded.advance(verdict.n_accepted, verdict.next_token)
         if self.draft is not None:
             self.draft.accept(self.drafts, verdict, self.output.features)
-        self.packed = Packed.pack(self.block, verdict, traced=self.trace, q=self.q, guarded=self.guarded)
+        self.packed = Packed.pack(self.block, verdict, traced=self.trace, guarded=self.guarded)
 
 
 def find_cycle(

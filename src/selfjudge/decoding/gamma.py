@@ -4,8 +4,7 @@ Costs are measured once (`costs.py`); acceptance is counted while decoding. `Pai
 answers do not depend on γ, a `GammaController` chooses for one batch: before each cycle the maximum number of drafts
 (0: plain decoding), and during it, on engines that run from Python, whether one more draft is worth its time. Choices
 depend on costs, on earlier cycles and on the draft's own probabilities, never on what the target says of this block:
-lossless rules stay lossless. In large batches on static engines rows share what a pass verifies: each row drafts one
-token more, and of all drafts those are verified that the draft model finds likeliest.
+lossless rules stay lossless.
 Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses it once for each request."""
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.acceptance import BLOCK_COUNTS, DECAY, Acceptance, Calibration, RowBlocks, tokens_by_gamma
 from selfjudge.decoding.costs import SLOPE, CostTable
-from selfjudge.decoding.cycle import CycleSize, SharedLimits
+from selfjudge.decoding.cycle import CycleSize
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.draft import BACKLOG
 from selfjudge.types import MAX_GAMMA
@@ -34,9 +33,6 @@ PROBE_CYCLES = 4  # cycles of a probe: drafting although plain decoding seems fa
 MAX_CREDIT_CYCLES = 3 * PROBE_CYCLES  # maximum credit for probes, in plain cycles
 SLOWEST = 4.0  # power of the mean over rows: with a large one only the row counts that takes longest
 RECORD_TOKENS = 20.0  # weight of earlier batches when a batch begins, in tokens of a row
-SHARED_ROWS = 32  # from so many rows on a pass pays for every token, and rows share them
-SHARING_PAYS = 1.05  # the longest that a cycle may take in which rows share three drafts each, relative to one of three
-SHARED_EVERY = 8  # cycles between two looks at what sharing gains
 CANDIDATE = 0.95  # a γ of at least this share of the best expected speed is captured before it is needed
 
 
@@ -52,8 +48,6 @@ class DraftRecord:
     credit: float = float("nan")  # seconds that probes may lose; NaN before the first batch
     lost_seconds: float = 0.0
     """Seconds lost because the best γ was not captured; once they exceed the cost of a capture, it is."""
-    sharing: dict[int, float] = field(default_factory=dict)
-    """Tokens of a cycle whose rows share d drafts each, relative to one in which every row has d."""
     entry_gamma: int = 0  # γ that requests got last when they entered with drafts; 0 before
     plain_entries: int = 0  # how often requests entered with γ = 0 since drafts were last tried
 
@@ -88,10 +82,6 @@ class GammaPolicy:
         self.choices = [g for g in STATIC_CHOICES if g >= self.min_gamma] or [self.min_gamma]
         self.max_gamma = max(self.choices)
         self._rule = rule.name
-
-    def choices_for(self, rows: int) -> list[int]:
-        """Every number of drafts but 0 that a cycle of so many rows may have verified."""
-        return self.choices
 
     def size(self, rows: int, drafts: int) -> CycleSize:
         """The cycle in which so many rows have so many drafts verified."""
@@ -176,7 +166,7 @@ class GammaController(GammaPolicy):
         self.acceptance = Acceptance()
         self.blocks: NDArray[np.float64] = np.zeros(BLOCK_COUNTS)
         self.calibration = statistics.calibrations.setdefault(rule.name, Calibration())
-        self._rows = self._shared_cycles = 0
+        self._rows = 0
         self._latest = 0  # γ of the latest cycle with drafts
         self._record = DraftRecord()
         self._tokens = self._seconds = 0.0  # sums over cycles with drafts, with decay
@@ -189,32 +179,9 @@ class GammaController(GammaPolicy):
         self._p_accepted: NDArray[np.float64] = np.ones(1)  # [B] that all drafts of this cycle are accepted
         self._draft_probabilities: list[NDArray[np.float64]] = []  # [B] for each draft of this cycle
 
-    def choices_for(self, rows: int) -> list[int]:
-        if not self.shares(rows):
-            return self.choices
-        return [drafts for drafts in self.choices if drafts < self.max_gamma]  # rows draft one more
-
-    def size(self, rows: int, drafts: int) -> CycleSize:
-        if not drafts or not self.shares(rows):
-            return CycleSize(drafts)
-        return CycleSize(drafts + 1, rows * (drafts + 1), shared=True)
-
-    def shares(self, rows: int) -> bool:
-        """Whether rows share what a pass verifies: where that was measured to pay."""
-        return self.may_share(rows) and self._sharing_cost(rows) < SHARING_PAYS
-
-    def may_share(self, rows: int) -> bool:
-        """Whether sharing is worth a measurement: it speeds up rows that are fast already."""
-        return self.static and self.steady and rows >= SHARED_ROWS
-
-    def _sharing_cost(self, rows: int) -> float:
-        """Seconds of a cycle whose rows share the drafts, relative to one in which every row has as many."""
-        known = self.statistics.costs.sharing
-        return known[min(known, key=lambda measured: abs(measured - rows))] if known else SHARING_PAYS
-
     def choose(self, rows: int, behind: int = 0, live: LiveRows | None = None) -> int:
-        """Maximum drafts of a row in the next cycle, and where rows share them their mean. The draft model has not read
-        the tokens of `behind` plain cycles; of the `live` rows it is known what each of them accepts."""
+        """Maximum drafts of a row in the next cycle. The draft model has not read the tokens of `behind` plain cycles;
+        of the `live` rows it is known what each of them accepts."""
         self._select_record(rows)
         self._draft_probabilities = []
         if self._prefers_plain and not self._probes_left and self._record.credit < self._credit_needed:
@@ -239,7 +206,7 @@ class GammaController(GammaPolicy):
         """Every γ that may soon be the best for so many rows, the likeliest first."""
         self._select_record(rows)
         self._estimate()
-        speeds = {0: 1 / self._table[0], **{gamma: self._expected_speed(gamma) for gamma in self.choices_for(rows)}}
+        speeds = {0: 1 / self._table[0], **{gamma: self._expected_speed(gamma) for gamma in self.choices}}
         likely = [gamma for gamma in speeds if speeds[gamma] >= CANDIDATE * max(speeds.values())]
         return sorted(likely, key=lambda gamma: -speeds[gamma])
 
@@ -274,11 +241,10 @@ class GammaController(GammaPolicy):
         blocks: RowBlocks,
         *,
         behind: bool = False,
-        shared: SharedLimits | None = None,
     ) -> None:
         """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`. Its `seconds` by
-        phase show whether the table holds, unless the draft model had to catch up (`behind`). Where rows have `shared`
-        the drafts, their probabilities say what others would have been worth. `blocks` are those of the rows."""
+        phase show whether the table holds, unless the draft model had to catch up (`behind`). `blocks`
+        are those of the rows."""
         if not (behind and drafts):
             self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
         if not alive.any():
@@ -287,8 +253,7 @@ class GammaController(GammaPolicy):
             self.calibration.observe(np.stack(self._draft_probabilities, 1)[alive], accepted[alive])
         record = self._record
         if drafts:
-            limits = np.full_like(accepted, drafts) if shared is None else shared.limits
-            new = blocks.observe(accepted, limits, alive, self.blocks)
+            new = blocks.observe(accepted, np.full_like(accepted, drafts), alive, self.blocks)
             self.blocks, record.blocks = DECAY * self.blocks + new, LONG_DECAY * record.blocks + new
         else:
             blocks.run[alive] = 0
@@ -302,28 +267,12 @@ class GammaController(GammaPolicy):
         tokens = 1.0 + float(accepted.mean())
         if self._prefers_plain:
             record.credit -= max(0.0, cost - tokens * plain)
-        if shared is None:
-            self.acceptance.observe(accepted, drafts)
-            record.acceptance.observe(accepted, drafts, LONG_DECAY)
-        else:
-            self._observe_shared(accepted, shared.q[alive], shared.limits[alive])
+        self.acceptance.observe(accepted, drafts)
+        record.acceptance.observe(accepted, drafts, LONG_DECAY)
         self._tokens = SHORT_DECAY * self._tokens + tokens
         self._seconds = SHORT_DECAY * self._seconds + cost
         record.tokens = LONG_DECAY * record.tokens + tokens
         record.plain_tokens = LONG_DECAY * record.plain_tokens + cost / plain
-
-    def _observe_shared(self, accepted: NDArray[np.int64], q: NDArray[np.float64], limits: NDArray[np.int64]) -> None:
-        """Count a cycle whose rows share the drafts: q [B, γ] says what others would have been worth."""
-        self.calibration.observe(q, accepted, limits)
-        self._shared_cycles += 1
-        if self._shared_cycles % SHARED_EVERY != 1:
-            return
-        p, record = np.cumprod(self.calibration(q), 1), self._record
-        rows, drafted = p.shape
-        for d in range(1, drafted):
-            every, likeliest = 1 + p[:, :d].sum() / rows, np.partition(p[:, : d + 1].ravel(), rows)[rows:]
-            gain = (1 + likeliest.sum() / rows) / every
-            record.sharing[d] = 0.8 * record.sharing.get(d, gain) + 0.2 * gain
 
     def _select_record(self, rows: int) -> None:
         """Take the record that belongs to this number of rows."""
@@ -367,19 +316,14 @@ class GammaController(GammaPolicy):
 
     def _expected_speed(self, drafts: int) -> float:
         """Tokens per second and row of cycles of so many drafts."""
-        tokens, seconds = self._tokens_by_gamma[drafts], self._table[drafts]
-        if drafts and self.shares(self._rows):
-            known, seconds = self._record.sharing, seconds * self._sharing_cost(self._rows)
-            if known:
-                tokens *= known[drafts] if drafts in known else known[max(known)]
-        return tokens / seconds
+        return self._tokens_by_gamma[drafts] / self._table[drafts]
 
     def _choose_drafts(self, may_capture: bool = False) -> int:
         """Maximum drafts of a cycle with drafts. A static engine uses the best γ that it has captured; a clearly better
         one, if it `may_capture`, once the time lost without it exceeds the cost of the capture."""
         if not self.static:
             return self.max_gamma
-        speeds = {gamma: self._speed(gamma) for gamma in self.choices_for(self._rows)}
+        speeds = {gamma: self._speed(gamma) for gamma in self.choices}
         best = _smallest_of_the_best(speeds)
         captured = {gamma: speed for gamma, speed in speeds.items() if self.is_captured(self._rows, gamma)}
         current = _smallest_of_the_best(captured) if captured else best

@@ -326,5 +326,5 @@ class _LiveBatch:
         plain, cost = 0.0, 0.0
         if started.number:
             observed = Observed(drafted, seconds, started.behind, started.gammas)
-            plain, cost = self.chooser.observe(outcome, used, live, rows, observed)
+            plain, cost = self.chooser.observe(used, live, rows, observed)
         return Step(started.number, emissions, seconds, non_finite, drafted, cost, plain)

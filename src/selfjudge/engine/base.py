@@ -11,8 +11,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, device
 
-from selfjudge.ops import argmax_checked
-
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -22,22 +20,16 @@ class Output:
     hidden: Tensor | None  # [B, keep, H] the input of the LM head, where it was asked for
     features: Tensor | None = None
     """[B, T, F] inputs of the layers that were asked for, at all positions. Of a head: its states [B, keep, H]."""
-    argmax: tuple[Tensor, Tensor] | None = None
-    """`argmax_checked` of the logits, where only this was asked for: the logits are then a placeholder."""
 
-    def take(self, place: Tensor, *, only_argmax: bool = False) -> Output:
-        """The outputs at places [B, T] among all tokens, as [B, T, …]; the logits, which are large, only if wanted."""
+    def take(self, place: Tensor) -> Output:
+        """The outputs at places [B, T] among all tokens, as [B, T, …]."""
 
         def taken(values: Tensor) -> Tensor:
             flat = values.reshape(-1, values.shape[-1])
             return flat.index_select(0, place.flatten()).view(*place.shape, -1)
 
         hidden, features = (None if values is None else taken(values) for values in (self.hidden, self.features))
-        if not only_argmax:
-            return Output(taken(self.logits), hidden, features)
-        choice, bad = (part.flatten()[place] for part in argmax_checked(self.logits))
-        placeholder = self.logits.new_zeros(()).expand(*place.shape, self.logits.shape[-1])
-        return Output(placeholder, hidden, features, (choice, bad))
+        return Output(taken(self.logits), hidden, features)
 
 
 class RowCache(Protocol):
@@ -96,13 +88,10 @@ class Engine(RowCache):
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
         raise NotImplementedError
 
-    def extend_first(
-        self, tokens: Tensor, counts: Tensor, total: int | None = None, *, only_argmax: bool = False
-    ) -> Output:
+    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
         """Append the first counts[b] ≥ 1 tokens of each row of [B, T]; cells beyond them repeat the output of the last.
 
-        Where `total` ≥ Σ counts[b] is given, a static engine computes this many tokens, and with `only_argmax` it may
-        leave the logits out; other engines ignore both."""
+        Where `total` ≥ Σ counts[b] is given, a static engine computes this many tokens; others ignore it."""
         most = int(counts.max())
         output = self.extend(align_right(tokens[:, :most], counts), counts)
         row, column = (torch.arange(n, device=tokens.device) for n in tokens.shape)

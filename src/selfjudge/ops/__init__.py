@@ -50,33 +50,6 @@ def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _argmax_by_numpy(logits)
 
 
-def argmax_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., V] → the argmax [...] as `argmax_checked` has it, and its probability [...] in float32."""
-    if logits.is_cuda and has_triton():
-        from selfjudge.ops.argmax_triton import split_argmax
-
-        with torch.cuda.device(logits.device):
-            return split_argmax(logits, probability=True)
-    finite = replace_non_finite(logits.float())
-    best = finite.argmax(-1)
-    return best, (finite.gather(-1, best[..., None]).squeeze(-1) - finite.logsumexp(-1)).exp()
-
-
-def share_tokens(q: Tensor, caps: Tensor, count: int) -> Tensor:
-    """[B] how many drafts of each row are among the `count` likeliest of all rows; of row b only the first caps[b] take
-    part. A draft is as likely as the product of q [B, γ] up to it; of equal ones the earlier comes first."""
-    if q.is_cuda and has_triton():
-        from selfjudge.ops.share_triton import share
-
-        with torch.cuda.device(q.device):
-            return share(q, caps, count)
-    inside = torch.arange(q.shape[1], device=q.device) < caps[:, None]
-    p = torch.where(inside, q, 0.0).cumprod(1).T.flatten()
-    taken = torch.zeros_like(p, dtype=torch.long)
-    taken[p.argsort(descending=True, stable=True)[:count]] = 1
-    return (taken * (p > 0)).view(q.shape[1], -1).sum(0)
-
-
 def _argmax_by_numpy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The same in a tenth of the time: torch's argmax goes one by one, and its small operations take longer."""
     values = logits.detach().numpy()

@@ -12,9 +12,7 @@ ROW_BLOCK, ROW_WARPS = 8192, 16  # logits that a program reads at a time where i
 
 
 @triton.jit
-def _chunk_argmax(
-    x_ptr, best_ptr, index_ptr, bad_ptr, sum_ptr, size, stride, chunks, BLOCK: tl.constexpr, SUMS: tl.constexpr
-):
+def _chunk_argmax(x_ptr, best_ptr, index_ptr, bad_ptr, size, stride, chunks, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + at, mask=at < size, other=-float("inf")).to(tl.float32)
@@ -25,26 +23,17 @@ def _chunk_argmax(
     tl.store(best_ptr + row * chunks + chunk, best)
     tl.store(index_ptr + row * chunks + chunk, (chunk * BLOCK + where).to(tl.int64))
     tl.store(bad_ptr + row * chunks + chunk, bad.to(tl.int8))
-    if SUMS:
-        tl.store(sum_ptr + row * chunks + chunk, tl.sum(tl.exp(x - tl.maximum(best, -1.0e38)), 0))
 
 
 @triton.jit
-def _row_argmax(
-    best_ptr, index_ptr, bad_ptr, sum_ptr, choice_ptr, result_ptr, chunks, BLOCK: tl.constexpr, SUMS: tl.constexpr
-):
+def _row_argmax(best_ptr, index_ptr, bad_ptr, choice_ptr, odd_ptr, chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * chunks + at, mask=at < chunks, other=-float("inf"))
-    most, where = tl.max(best, 0, return_indices=True)
+    _, where = tl.max(best, 0, return_indices=True)
     bad = tl.max(tl.load(bad_ptr + row * chunks + at, mask=at < chunks, other=0).to(tl.int32), 0)
     tl.store(choice_ptr + row, tl.load(index_ptr + row * chunks + where))
-    if SUMS:
-        sums = tl.load(sum_ptr + row * chunks + at, mask=at < chunks, other=0.0)
-        total = tl.sum(sums * tl.exp(best - tl.maximum(most, -1.0e38)), 0)
-        tl.store(result_ptr + row, 1 / tl.maximum(total, 1.0))  # the best one alone adds 1
-    else:
-        tl.store(result_ptr + row, bad != 0)
+    tl.store(odd_ptr + row, bad != 0)
 
 
 @triton.jit
@@ -67,23 +56,16 @@ def row_argmax(x_ptr, size, BLOCK: tl.constexpr):
     return choice, most, tl.max(bad, 0) != 0
 
 
-def split_argmax(logits: Tensor, *, probability: bool = False) -> tuple[Tensor, Tensor]:
-    """`argmax_checked` as two kernels: the best of every chunk, then the best of those. With `probability` the second
-    result is that of `argmax_with_probability`."""
+def split_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`argmax_checked` as two kernels: the best of every chunk, then the best of those."""
     flat = logits.reshape(-1, logits.shape[-1])
     rows, size = flat.shape
     chunks = triton.cdiv(size, CHUNK)
     best = torch.empty(rows, chunks, dtype=torch.float32, device=flat.device)
     index = torch.empty(rows, chunks, dtype=torch.int64, device=flat.device)
     bad_chunk = torch.empty(rows, chunks, dtype=torch.int8, device=flat.device)
-    sums = torch.empty(rows, chunks, dtype=torch.float32, device=flat.device) if probability else best
     choice = torch.empty(rows, dtype=torch.int64, device=flat.device)
-    result = torch.empty(rows, dtype=torch.float32 if probability else torch.bool, device=flat.device)
-    _chunk_argmax[(rows, chunks)](
-        flat, best, index, bad_chunk, sums, size, flat.stride(0), chunks, BLOCK=CHUNK, SUMS=probability, num_warps=4
-    )
-    _row_argmax[(rows,)](
-        best, index, bad_chunk, sums, choice, result, chunks,
-        BLOCK=triton.next_power_of_2(chunks), SUMS=probability, num_warps=1,
-    )  # fmt: skip
-    return choice.view(logits.shape[:-1]), result.view(logits.shape[:-1])
+    odd = torch.empty(rows, dtype=torch.bool, device=flat.device)
+    _chunk_argmax[(rows, chunks)](flat, best, index, bad_chunk, size, flat.stride(0), chunks, BLOCK=CHUNK, num_warps=4)
+    _row_argmax[(rows,)](best, index, bad_chunk, choice, odd, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
+    return choice.view(logits.shape[:-1]), odd.view(logits.shape[:-1])

@@ -214,9 +214,7 @@ class CudaEngine(Engine):
         return output
 
     @torch.no_grad()
-    def extend_first(
-        self, tokens: Tensor, counts: Tensor, total: int | None = None, *, only_argmax: bool = False
-    ) -> Output:
+    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
         """With `total` below B · T, only attention and the cache know of rows: all else runs over `total` tokens."""
         batch, width = tokens.shape
         if total is None or total >= batch * width:
@@ -229,7 +227,7 @@ class CudaEngine(Engine):
         features = x.new_empty(total, 1, len(self._features) * x.shape[2]) if self._features else None
         output = self._forward(x, slot, position, slice(0, batch), 1, features, packing)
         self.lengths.add_(counts)
-        return output.take(packing.place, only_argmax=only_argmax)
+        return output.take(packing.place)
 
     def _begin(self, tokens: Tensor, counts: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Embed tokens; their slots and positions."""
