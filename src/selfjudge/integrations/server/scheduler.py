@@ -363,7 +363,7 @@ def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
     return len({one.choice.key for one in (job, *others)})
 
 
-def _choose_rows(pair: Pair, choice: BatchKey, config: ServerConfig, context: int) -> int:
+def _choose_rows(pair: Pair, choice: RuleChoice, config: ServerConfig, context: int) -> int:
     """Answers at a time: on CUDA the power of two for which there is memory for whole contexts."""
     if pair.target.device.type != "cuda":
         return CPU_ROWS
