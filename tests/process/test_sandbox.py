@@ -120,54 +120,6 @@ def test_a_memory_hog(anywhere: str) -> None:
     assert hostile(code, memory=600 << 20).stdout == "got it\n"
 
 
-NO_GROUP = sandbox.find_group_problem()
-MANY = """
-import os
-wait, go = os.pipe()
-told = []
-for _ in range(5):
-    reader, writer = os.pipe()
-    if not os.fork():
-        os.close(go)
-        held = b"x" * (160 << 20)
-        os.write(1, b".")
-        os.write(writer, b".")
-        os.read(wait, 1)  # until every other one has its memory, or is no more
-        os._exit(0)
-    os.close(writer)
-    told.append(reader)
-for reader in told:
-    os.read(reader, 1)
-os.close(go)
-"""
-
-
-@pytest.mark.skipif(bool(NO_GROUP), reason=f"no control group: {NO_GROUP}")
-def test_processes_share_one_limit_of_memory(anywhere: str) -> None:
-    """Each is far below the limit of a process; the group is not, and nothing of it is left behind."""
-    folder = sandbox._group_folder()[0]
-    assert folder is not None
-    ended = hostile(MANY, memory=320 << 20)
-    assert len(ended.stdout) < 4, ended
-    assert len(hostile(MANY, memory=1 << 30).stdout) == 5
-    assert not list(folder.glob(f"selfjudge-{os.getpid()}-*"))
-
-
-def test_without_control_groups_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sandbox._group_folder.cache_clear()
-    monkeypatch.setattr(sandbox, "GROUPS", tmp_path)
-    assert sandbox.find_group_problem()
-    assert run("print(7)", allow_unsafe=True).stdout == "7\n"
-    sandbox._group_folder.cache_clear()
-
-
-def test_a_group_that_can_no_longer_be_made_does_not_end_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sandbox, "_group_folder", lambda: (tmp_path / "gone", ""))
-    assert run("print(7)", allow_unsafe=True).stdout == "7\n"
-
-
 HELD = """
 import ctypes, fcntl, json, os
 libc = ctypes.CDLL(None, use_errno=True)

@@ -95,7 +95,7 @@ def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[
 
 def examine(notify: Progress) -> Iterator[Check]:
     """Look at everything; `notify` is told what takes time."""
-    from selfjudge.tasks.sandbox.runner import find_group_problem, find_isolation_problem
+    from selfjudge.tasks.sandbox.runner import find_isolation_problem
 
     yield _packages()
     notify("importing torch …")
@@ -114,9 +114,6 @@ def examine(notify: Progress) -> Iterator[Check]:
     why = find_isolation_problem()
     found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
     yield Check("sandbox", not why, found, "allow user namespaces")
-    why = find_group_problem() if sys.platform.startswith("linux") else f"{sys.platform} has no control groups"
-    found = f"counts for each process of a program alone: {why}" if why else "counts for all processes of a program"
-    yield Check("sandbox memory", not why, found, "a writable control group (cgroup v2) with memory limits")
     for model in EMBEDDED.values():
         ready = (home() / "models" / f"{model.name}.gguf").is_file()
         found = "pulled" if ready else f"not pulled: {model.size / 1e9:.1f} GB"

@@ -64,7 +64,6 @@ def main() -> NoReturn:
     if os.getppid() != parent:
         stop()
     try:
-        group = os.open(f"{job['group']}/cgroup.procs", os.O_WRONLY) if job["group"] else None
         if job["isolated"]:
             user = unshare()
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when rights change
@@ -75,11 +74,11 @@ def main() -> NoReturn:
             build(job)
             os.chroot(ROOT)
             drop(user)
-            child = start(job, "/tmp", group)  # noqa: S108 - in memory, its own
+            child = start(job, "/tmp")  # noqa: S108 - in memory, its own
             how = wait_for(child)
         else:
             prctl(PR_SET_CHILD_SUBREAPER, 1)
-            child = start(job, job["folder"], group)
+            child = start(job, job["folder"])
             how = wait_for(child)
             sweep_up()
             remove(job["folder"])
@@ -177,16 +176,14 @@ def drop(user: int | None) -> None:
     prctl(PR_SET_DUMPABLE, 0)  # the program may not look into init
 
 
-def start(job: Job, folder: str, group: int | None) -> int:
-    """Start the program in a folder and in a control group; returns its process number."""
+def start(job: Job, folder: str) -> int:
+    """Start the program in a folder; returns its process number."""
     if child := os.fork():
         return child
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()  # a signal to its process group must not reach this file's processes
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if group is not None:
-            os.write(group, b"0")  # this process, and all that it starts
         os.chdir(folder)
         for name, content in job["files"].items():
             with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:

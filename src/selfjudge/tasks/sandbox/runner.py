@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -30,17 +30,14 @@ from selfjudge.tasks.sandbox import jail
 A = TypeVar("A")
 B = TypeVar("B")
 Killed = Literal["", "time", "output"]
-GROUPS = Path("/sys/fs/cgroup")
 SYSTEM_CALLS = read_json(Path(__file__).with_name("refused.json"))
 """System calls that are refused, by machine: they hold memory that no limit of a process counts, or open much of the
 kernel."""
-LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")  # the limit of a control group, in versions 2 and 1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The resources of one program. Files and CPU time count for each of its processes, and so does memory where
-    the kernel gives no group (`find_group_problem`)."""
+    """The resources of one program. Files, CPU time and memory count for each of its processes."""
 
     seconds: float = 30.0  # wall-clock limit: far more than CPU time, so that a busy machine does not decide a result
     cpu_seconds: int = 10
@@ -68,70 +65,11 @@ def find_isolation_problem() -> str:
     """Why programs cannot be isolated on this machine; empty if they can."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no namespaces"
-    return _probe(isolated=True)
-
-
-def _probe(**how: Any) -> str:
-    """Why programs do not run like this (see `_run`); empty if they do."""
     try:
-        tried = _run({"main.py": "print(7)"}, "", Limits(), **how)
+        tried = _run({"main.py": "print(7)"}, "", Limits(), isolated=True)
     except SelfJudgeError as error:
         return str(error)
     return "" if tried.stdout == "7\n" else f"Python does not start in it: {' '.join(tried.stderr.split())}"
-
-
-@cache
-def _group_folder() -> tuple[Path | None, str]:
-    """The control group in which programs get groups of their own, with a limit of memory, or why there is none."""
-    why = "no control group limits memory"
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None, why
-    folders = []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        own = GROUPS / ("memory" if controllers else "") / path.lstrip("/")
-        if not controllers:  # version 2: a group that holds processes can give no limits, the one above may
-            folders += [own, own.parent][: 1 + (own != GROUPS)]
-        elif "memory" in controllers.split(","):
-            folders.append(own)
-    for folder in folders:
-        try:
-            with _memory_group(folder, Limits()) as group:
-                why = _probe(isolated=not find_isolation_problem(), group=group)
-        except (OSError, SelfJudgeError) as error:
-            why = str(error)
-        if not why:
-            return folder, ""
-    return None, why
-
-
-def find_group_problem() -> str:
-    """Why memory cannot be limited for all processes of a program together; empty if it can."""
-    return _group_folder()[1]
-
-
-@contextmanager
-def _memory_group(folder: Path, limits: Limits) -> Iterator[str]:
-    """A control group below a folder, whose processes have so much memory and disk together."""
-    for old in folder.glob("selfjudge-*-*"):  # of runners that were killed
-        if not Path("/proc", old.name.split("-")[1]).exists():
-            with suppress(OSError):
-                old.rmdir()
-    group = folder / f"selfjudge-{os.getpid()}-{secrets.token_hex(4)}"
-    group.mkdir()
-    try:
-        limit = next((f for f in map(group.joinpath, LIMIT_FILES) if f.exists()), None)
-        if limit is None:
-            raise SelfJudgeError("control groups have no limit of memory here")
-        limit.write_text(str(limits.memory + limits.disk))
-        yield str(group)
-    finally:
-        for _ in range(50):  # until the last process is gone
-            with suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.02)
 
 
 def check_isolation() -> None:
@@ -153,18 +91,10 @@ def run(
     isolated = not find_isolation_problem()
     if not allow_unsafe:
         check_isolation()
-    files = {**(files or {}), "main.py": code}
-    limits, group = limits or Limits(), None
-    with ExitStack() as stack:
-        if (folder := _group_folder()[0]) is not None:
-            with suppress(OSError):  # it was there, and is gone or full: each process keeps its own limits
-                group = stack.enter_context(_memory_group(folder, limits))
-        return _run(files, stdin, limits, isolated=isolated, group=group)
+    return _run({**(files or {}), "main.py": code}, stdin, limits or Limits(), isolated=isolated)
 
 
-def _run(
-    files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool, group: str | None = None
-) -> ProgramResult:
+def _run(files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool) -> ProgramResult:
     """Run `main.py` of the files, with what it prints; the jail reads how from a job."""
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     prefixes = dict.fromkeys(os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix, Path(python).parent))
@@ -172,7 +102,6 @@ def _run(
     job = {
         "isolated": isolated,
         "folder": None,
-        "group": group,
         "python_folders": list(prefixes),
         "files": dict(files),
         "disk": limits.disk,
