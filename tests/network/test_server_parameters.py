@@ -153,6 +153,54 @@ def test_several_prompts_and_echo(server: Server, pair: Pair) -> None:
     assert len({choice.text for choice in sampled.choices}) == 4
 
 
+def test_logprobs_of_prompts_are_the_targets_own(server: Server, pair: Pair) -> None:
+    """Also of a prompt that is read in several passes, and whose beginning is in the prefix cache."""
+    ids = [5 + 7 * i % 40 for i in range(600)]
+    (choice,) = complete(server, ids, echo=True, logprobs=2, max_tokens=3).choices
+    (again,) = complete(server, ids, echo=True, logprobs=2, max_tokens=3).choices
+    answer = pair.tokenizer.convert_tokens_to_ids(choice.logprobs.tokens[600:])
+    assert choice.logprobs.tokens == pair.tokenizer.convert_ids_to_tokens([*ids, *answer])
+    with torch.inference_mode():
+        own = pair.target(torch.tensor([[*ids, *answer]])).logits[0].log_softmax(-1)
+    wanted = own[:-1].gather(-1, torch.tensor([*ids, *answer])[1:, None])[:, 0].tolist()
+    for logprobs in (choice.logprobs, again.logprobs):
+        assert logprobs.token_logprobs[0] is None
+        assert logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
+        assert [max(top.values()) for top in logprobs.top_logprobs[1:]] == pytest.approx(
+            own[:-1].amax(-1).tolist(), abs=1e-3
+        )
+    (single,) = complete(server, [5], echo=True, logprobs=0, max_tokens=1).choices
+    assert len(single.logprobs.tokens) == 2
+    assert single.logprobs.text_offset == [0, len(single.logprobs.tokens[0])]
+
+
+def test_the_evaluation_harness_asks_this_server(server: Server, pair: Pair, endless: list[str]) -> None:
+    """lm-evaluation-harness by its own client: likelihoods, whether they are greedy, and generated text."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    harness = LocalCompletionsAPI(
+        base_url=f"{server.url}/v1/completions", model="tiny", tokenizer=endless[1], tokenizer_backend="huggingface",
+        tokenized_requests=True, batch_size=2, max_retries=1,
+    )  # fmt: skip
+    context, greedy = "w5 w6 w7", decoded(pair, "w5 w6 w7", raw=True).tokens[:4]
+    endings = [" w7 w8", f" {pair.tokenizer.decode(greedy)}"]
+    asked = [Instance("loglikelihood", {}, (context, ending), i) for i, ending in enumerate(endings)]
+    found = harness.loglikelihood(asked, disable_tqdm=True)
+    for ending, (value, _) in zip(endings, found, strict=True):
+        ids = pair.encode(context + ending, raw=True)
+        with torch.inference_mode():
+            own = pair.target(torch.tensor([ids])).logits[0].log_softmax(-1)
+        begin = len(pair.encode(context, raw=True))
+        assert value == pytest.approx(sum(float(own[i - 1, ids[i]]) for i in range(begin, len(ids))), abs=1e-3)
+    assert [is_greedy for _, is_greedy in found] == [False, True]
+    asked = [Instance("generate_until", {}, (context, {"until": ["w9"], "max_gen_toks": 12, "do_sample": False}), 0)]
+    (text,) = harness.generate_until(asked, disable_tqdm=True)
+    end = ["w9", pair.tokenizer.eos_token]
+    assert text == complete(server, context, max_tokens=12, stop=end, extra_body=None).choices[0].text != ""
+
+
 def test_penalties_biases_and_ends(server: Server, pair: Pair) -> None:
     plain = decoded(pair, "w1 w2")
     prompt = pair.encode("w1 w2")
@@ -264,7 +312,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages.0.content.0", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
     ("messages", {"messages": [{"role": "user", "content": " "}]}),
     ("prompt", {"prompt": ["w1", ""]}), ("prompt", {"prompt": [[61]]}), ("prompt", {"prompt": " "}), ("prompt", {"prompt": ["w1"] * 129}),
-    ("n", {"prompt": ["w1"] * 65, "n": 2}), ("echo", {"prompt": "w1", "echo": True, "logprobs": 1}), ("logprobs", {"prompt": "w1", "logprobs": 21}),
+    ("n", {"prompt": ["w1"] * 65, "n": 2}), ("echo", {"prompt": "w1", "echo": True, "logprobs": 1, "stream": True}), ("logprobs", {"prompt": "w1", "logprobs": 21}),
     ("prompt.1.0", {"prompt": [[5], ["w1"]]}),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`selfjudge eval` and `report` as processes, killed and resumed; `reproduce` from labels to page; lm-evaluation-harness as driver."""
+"""`selfjudge eval` and `report` as processes, killed and resumed; `reproduce` from labels to page."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from fake_judge import constant_judge
 from selfjudge.cli.main import app
 from selfjudge.cli.options import Options, with_options
-from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import ReproduceConfig, reproduce_paper
 from selfjudge.evaluate.presets import PRESETS, Preset
@@ -235,83 +233,6 @@ def test_presets_are_known() -> None:
         assert set(preset.sweep_tasks) <= set(preset.tasks)
     found = CliRunner().invoke(app, ["reproduce", "--preset", "huge", "--out", "x"])
     assert all(name in found.output for name in ("'huge'", "quick", "full", "paper", "released"))
-
-
-# lm-evaluation-harness
-
-
-@pytest.fixture
-def harness(checkpoints: dict[str, str]) -> Any:
-    from selfjudge.integrations.lm_eval import SelfJudgeLM
-
-    return SelfJudgeLM(target=checkpoints["target"], draft=checkpoints["draft"], gamma=3, batch_size=4, device="cpu")
-
-
-@pytest.mark.slow
-def test_the_harness_evaluates_through_the_decoder(harness: Any, asked: Path, tmp_path: Path) -> None:
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    common = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {asked}\ntest_split: test\ndoc_to_text: '{{{{prompt}}}}'\n"
-    (folder / "said.yaml").write_text(
-        f"task: said\n{common}doc_to_target: '{{{{answer}}}}'\noutput_type: generate_until\ngeneration_kwargs:\n  until: ['w9']\n"
-        "  max_gen_toks: 10\nmetric_list:\n  - metric: exact_match\n"
-    )
-    (folder / "chosen.yaml").write_text(
-        f"task: chosen\n{common}doc_to_choice: ['w5', 'w6 w7']\ndoc_to_target: 0\noutput_type: multiple_choice\nmetric_list:\n  - metric: acc\n"
-    )
-    found = lm_eval.simple_evaluate(
-        harness, tasks=["said", "chosen"], task_manager=TaskManager(include_path=str(folder)), limit=5, bootstrap_iters=0,
-        log_samples=True,
-    )  # fmt: skip
-    pair = harness.pair
-    prompts = [json.loads(line)["prompt"] for line in asked.read_text().splitlines()[:5]]
-    expected = generate(pair, prompts, gamma=0, max_new_tokens=10, stop=["w9"], raw=True)
-    assert [s["resps"][0][0] for s in found["samples"]["said"]] == [a.text for a in expected]
-    assert 0 <= found["results"]["chosen"]["acc,none"] <= 1
-
-
-def test_likelihoods_are_the_targets_own(harness: Any) -> None:
-    import torch
-    from lm_eval.api.instance import Instance
-
-    def asks(kind: Any, *arguments: Any) -> Instance:
-        return Instance(kind, {}, arguments, 0)
-
-    pair = harness.pair
-    ids = pair.tokenizer.encode("w5 w6 w7 w8", add_special_tokens=False)
-    with torch.no_grad():
-        log_p = pair.target(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    value = sum(float(log_p[i - 1, ids[i]]) for i in range(len(ids) - 2, len(ids)))
-    ((found, _),) = harness.loglikelihood([asks("loglikelihood", "w5 w6", " w7 w8")], disable_tqdm=True)
-    assert found == pytest.approx(value, abs=1e-3)
-    (rolled,) = harness.loglikelihood_rolling([asks("loglikelihood_rolling", "w5 w6")])
-    assert rolled < 0
-
-
-def test_the_harness_takes_rules_and_refuses_nonsense(
-    checkpoints: dict[str, str], harness: Any, tmp_path: Path
-) -> None:
-    from lm_eval.api.instance import Instance
-
-    from selfjudge.integrations.lm_eval import SelfJudgeLM
-
-    models = {"target": checkpoints["target"], "draft": checkpoints["draft"], "device": "cpu"}
-    constant_judge(1.0, harness.pair.hidden_size, models["target"]).save_pretrained(tmp_path / "always")
-    judged = SelfJudgeLM(**models, rule="judged:0.5", judge=str(tmp_path / "always"), gamma=3)
-    ask = [Instance("generate_until", {}, ("w5 w6", {"until": [], "max_gen_toks": 12}), 0)]
-    assert judged.generate_until(ask) != harness.generate_until(ask)
-    warm = [Instance("generate_until", {}, ("w5 w6", {"do_sample": True, "temperature": 0.7, "max_gen_toks": 5}), 0)]
-    assert isinstance(harness.generate_until(warm)[0], str)
-    for wrong, message in (
-        ({"rule": "nothing"}, "unknown rule"),
-        ({"speed": 3}, "unknown model argument speed"),
-        ({"rule": "judged:0.5"}, "needs a judge"),
-    ):
-        with pytest.raises(Exception, match=message):
-            SelfJudgeLM(**models, **wrong)
 
 
 def test_rows_of_an_evaluation_can_be_read_back(checkpoints: dict[str, str], asked: Path, tmp_path: Path) -> None:

@@ -13,15 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selfjudge.engine.base import Engine
+
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+PROMPT_CHUNK = 256  # tokens of a prompt whose logits are in memory at a time
 BAN = -100.0  # a bias that forbids its token altogether, as OpenAI describes it
 
 
 class TokenLogprobs(NamedTuple):
-    """The target's log-probability of a token, and the most likely tokens at its place with theirs."""
+    """The target's log-probability of a token, and the most likely tokens at its place with theirs.
+
+    The first token of a prompt has none."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
 
 
@@ -31,6 +36,17 @@ class LogProbabilities:
     def __init__(self, top: int = 0) -> None:
         self.top = top
         self.noted: list[TokenLogprobs] = []
+
+    @torch.no_grad()
+    def read_prompt(self, target: Engine, prompt: Sequence[int]) -> None:
+        """Note the tokens of a prompt before those of its answer, by passes of an engine that holds nothing else."""
+        self.noted.append(TokenLogprobs(prompt[0], None, ()))
+        target.reserve(1, len(prompt))
+        for begin in range(0, len(prompt) - 1, PROMPT_CHUNK):
+            read, following = (prompt[i : i + PROMPT_CHUNK] for i in (begin, begin + 1))
+            logits = target.extend(torch.tensor([read], device=target.device)).logits[0, : len(following)]
+            self.edit(logits, ())
+            self.advance(following)
 
     def edit(self, logits: Tensor, drafts: Sequence[int]) -> None:
         self._rows = logits.float().log_softmax(-1).nan_to_num(LEAST_LOGPROB).clamp_min(LEAST_LOGPROB)

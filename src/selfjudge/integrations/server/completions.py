@@ -159,6 +159,7 @@ class Completion:
             ignore_eos=bool(body.ignore_eos),
             edits=(*edits, *last) if noted is None else (noted, *edits, *last),
             logprobs=noted,
+            echoed=isinstance(body, TextRequest) and bool(body.echo),
             seed=seed,
             streamed=bool(body.stream or body.stop),
             detailed=self.options.tokens or noted is not None,
@@ -238,7 +239,8 @@ class Completion:
         choices: list[Fields] = []
         for number, result in sorted(results.items()):
             message = self._message(number, result)
-            logprobs, described = self._read_logprobs(number, len(result.tokens)), self._describe(number, result)
+            job, described = self.jobs[number], self._describe(number, result)
+            logprobs = self._read_logprobs(number, len(result.tokens) + job.echoed * len(job.prompt))
             for index in self._indices(number):
                 choices.append(self._choice(index, "message", message, self._finish(number, result), logprobs))
                 choices[-1]["selfjudge"] = described

@@ -50,6 +50,7 @@ class CompletionJob:
     ignore_eos: bool = False
     edits: RowEdits = ()
     logprobs: LogProbabilities | None = None  # one of the edits, whose notes are for the client
+    echoed: bool = False  # whether the log-probabilities of the prompt are noted, too
     seed: int = 0
     streamed: bool = False
     detailed: bool = False  # whether updates carry tokens: all of them, also those without text of their own

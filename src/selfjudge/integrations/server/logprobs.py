@@ -37,7 +37,7 @@ class TokenTexts:
     def for_chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The field `logprobs` of a chat's choice."""
 
-        def describe(token: int, logprob: float) -> dict[str, Any]:
+        def describe(token: int, logprob: float | None) -> dict[str, Any]:
             return {"token": self.text(token), "logprob": logprob, "bytes": list(self.read(token))}
 
         tops = [[describe(*best) for best in entry.top] for entry in entries]
@@ -50,6 +50,9 @@ class TokenTexts:
         for text in tokens:
             offsets.append(offset)
             offset += len(text)
-        tops = [{self.text(t): p for t, p in (*one.top, (one.token, one.logprob))} for one in entries]
+        tops = [  # the first token of a prompt has none
+            None if one.logprob is None else {self.text(t): p for t, p in (*one.top, (one.token, one.logprob))}
+            for one in entries
+        ]
         logprobs = [one.logprob for one in entries]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}

@@ -267,6 +267,9 @@ class Scheduler:
     def _enter(self, job: CompletionJob) -> None:
         active = self._active.get(job.choice.key)
         try:
+            if job.logprobs is not None and job.echoed:
+                with PairEngines(self.pair, self.config.engine, drafts=False).borrow() as engines:
+                    job.logprobs.read_prompt(engines.target, job.prompt)
             if active is None:
                 active = _ActiveBatch(job.choice.make_batch(self.pair, self.config))
             answer = active.batch.add(

@@ -247,8 +247,8 @@ class TextRequest(CompletionRequest):
     def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
         answers = len(self.prompt) * (self.n or 1)
         many = f"times prompts is {answers}, and a request has at most {MOST_ANSWERS} answers"
-        prompts = "with logprobs is not supported: prompts have no log-probabilities here"
-        return [("n", answers > MOST_ANSWERS, many), ("echo", bool(self.echo) and self.logprobs is not None, prompts)]
+        streamed = bool(self.echo and self.stream) and self.logprobs is not None
+        return [("n", answers > MOST_ANSWERS, many), ("echo", streamed, "with logprobs does not stream")]
 
     @property
     def wanted_logprobs(self) -> int | None:
