@@ -18,8 +18,8 @@ from draft_quality import DraftBenchConfig, bench_draft
 from selfjudge.cli.output import Progress
 from selfjudge.distill.config import DistillConfig, Schedule
 from selfjudge.distill.data import DataMaker
+from selfjudge.distill.learners import Student, StudentLearner
 from selfjudge.distill.pipeline import export_student
-from selfjudge.distill.student import Student, StudentLearner
 from selfjudge.distill.train import Trainer
 from selfjudge.models.convert import draft_model
 from selfjudge.models.loaded import Draft

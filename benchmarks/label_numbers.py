@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.folder import read_manifest, read_shards
+from selfjudge.label.methods import compute_tau
 from selfjudge.label.score import sum_scores
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.store import write_json

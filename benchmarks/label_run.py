@@ -18,9 +18,9 @@ import torch
 from common import say
 
 from selfjudge.cli.output import Progress
-from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import read_shards
+from selfjudge.label.methods import compute_tau
 from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, read_json, write_json, write_rows

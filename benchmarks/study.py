@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, SCORES, JudgeConfig
-from selfjudge.label.calibrate import read_evidence
+from selfjudge.label.methods import read_evidence
 from selfjudge.label.score import sum_scores
 from selfjudge.store import measured_on, write_json
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
 from selfjudge.train.fit import GRID, Fitted, fit_linear, predict
-from selfjudge.train.thresholds import roc_auc
+from selfjudge.train.holdout import roc_auc
 
 POINTS = 10
 LENGTHS = (0, 5, 10, 20)

@@ -62,7 +62,7 @@ def _prepare() -> None:
     from selfjudge.label import pipeline as label
     from selfjudge.models import pull
     from selfjudge.store import provenance
-    from selfjudge.train import card, pipeline as _train  # noqa: F401
+    from selfjudge.train import holdout, pipeline as _train  # noqa: F401
     from selfjudge.tune import pipeline as _tune  # noqa: F401
 
     torch.set_num_threads(1)
@@ -73,7 +73,7 @@ def _prepare() -> None:
     provenance()
     time.strftime = _on_one_day
     label.SHARD, data.CHUNK, train.CHECKPOINT_SECONDS, compare.RESAMPLES = 8, 8, 0.0, 20
-    card.draw = lambda file, *_: file.write_bytes(b"figure")
+    holdout.draw = lambda file, *_: file.write_bytes(b"figure")
     fake_model.install()
     pull._fetched = _copied
     gc.freeze()  # collections in forks need not touch what all share

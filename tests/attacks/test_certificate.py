@@ -259,7 +259,7 @@ def test_whoever_makes_up_the_evidence_is_caught_by_the_signature_alone(
     folder: Path, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     pytest.importorskip("cryptography")
-    from selfjudge.tune.signature import sign
+    from selfjudge.tune.recipe import sign
 
     for name in ("key", "other"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)

@@ -17,14 +17,14 @@ import transformers as hf
 from torch import Tensor
 
 import selfjudge.distill.data as data_module
-import selfjudge.distill.student as student_module
+import selfjudge.distill.learners as student_module
 import selfjudge.distill.train as train_module
 import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
 from selfjudge.distill.config import DistillConfig, Schedule
 from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, teacher
-from selfjudge.distill.student import Student, StudentLearner, top_k_loss
+from selfjudge.distill.learners import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, shipped_draft

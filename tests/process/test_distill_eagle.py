@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import selfjudge.distill.data as data_module
-import selfjudge.distill.eagle as eagle_module
+import selfjudge.distill.learners as eagle_module
 from conftest import VOCAB, tiny_model
 from remember import remember_responses
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.data import Corpus, Dataset, choose_held_out
-from selfjudge.distill.eagle import (
+from selfjudge.distill.learners import (
     DECAY,
     HeadLearner,
     chain_attention,

@@ -131,7 +131,7 @@ def test_names_stand_between_commas_or_are_given_one_by_one() -> None:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rough intervals and no figures of judges: what a whole reproduction spends most of its time on."""
     monkeypatch.setattr("selfjudge.evaluate.compare.RESAMPLES", 50)
-    monkeypatch.setattr("selfjudge.train.card.draw", lambda file, *_: file.write_bytes(b"figure"))
+    monkeypatch.setattr("selfjudge.train.holdout.draw", lambda file, *_: file.write_bytes(b"figure"))
 
 
 @pytest.mark.usefixtures("short")

@@ -21,11 +21,11 @@ CONFIG = TrainConfig(features="hidden")
 CHILD = f"""
 import os, signal, sys
 from pathlib import Path
-from selfjudge.train import card
+from selfjudge.train import holdout
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 
-card.draw = lambda file, *_: file.write_bytes(b"figure")
+holdout.draw = lambda file, *_: file.write_bytes(b"figure")
 replace = os.replace
 for moment in range({MOMENTS}):
     if child := os.fork():
@@ -51,7 +51,7 @@ for moment in range({MOMENTS}):
 def test_a_training_that_is_killed_leaves_nothing_that_passes_for_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfjudge.train.card.draw", lambda file, *_: file.write_bytes(b"figure"))  # no need to wait
+    monkeypatch.setattr("selfjudge.train.holdout.draw", lambda file, *_: file.write_bytes(b"figure"))  # no need to wait
     labels = label_folder(tmp_path / "labels", prompts=20, each=5)
     command = [sys.executable, "-c", CHILD, str(labels), str(tmp_path / "judges")]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -23,15 +23,15 @@ from selfjudge.store import read_json, sha256, write_json
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
 from selfjudge.train.fit import fit_linear, predict
+from selfjudge.train.holdout import compute_quality_curve, find_thresholds, roc_auc
 from selfjudge.train.pipeline import train_judge
-from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, roc_auc
 from selfjudge.types import Block
 
 
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A figure takes longer than all the rest of a small training; `judged` draws it before, for those who look at it."""
-    monkeypatch.setattr("selfjudge.train.card.draw", lambda file, *_: file.write_bytes(b"figure"))
+    monkeypatch.setattr("selfjudge.train.holdout.draw", lambda file, *_: file.write_bytes(b"figure"))
 
 
 def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:

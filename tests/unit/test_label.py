@@ -14,9 +14,9 @@ from conftest import VOCAB, tiny_head, tiny_model
 from proposals import head_logits
 from runs import label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.checks import MeaningCheck, Original, OutcomeCheck, Substitution, decode_many
 from selfjudge.label.methods import (
+    compute_tau,
     find_next_mismatch,
     predict_draft_tokens,
     score_events,

@@ -19,8 +19,8 @@ from fake_labels import HIDDEN, SUFFIX, TAU, WIDTH, all_arrays, by_hand, everyth
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, LOWEST, SCORES, JudgeConfig, feature_width
 from selfjudge.judge.model import Judge, join_features, margins
-from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.folder import read_shards
+from selfjudge.label.methods import compute_tau
 from selfjudge.label.score import sum_scores
 from selfjudge.store import read_rows, write_rows
 from selfjudge.train import dataset as reading

@@ -14,8 +14,7 @@ from sklearn.metrics import roc_auc_score
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.train.card import Evidence
-from selfjudge.train.thresholds import compute_quality_curve, count_above, find_thresholds, roc_auc
+from selfjudge.train.holdout import Evidence, compute_quality_curve, count_above, find_thresholds, roc_auc
 
 Scores = NDArray[np.float32]
 

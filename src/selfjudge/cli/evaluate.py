@@ -21,8 +21,7 @@ from selfjudge.report.records import FEWEST_SCORED
 from selfjudge.store import RunFolder
 from selfjudge.tune.calibration import check_calibration
 from selfjudge.tune.config import TuneConfig
-from selfjudge.tune.recipe import RECIPE, Recipe
-from selfjudge.tune.signature import find_key
+from selfjudge.tune.recipe import RECIPE, Recipe, find_key
 from selfjudge.types import explain
 
 

@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 
 from selfjudge.distill.config import FREE, DistillConfig
 from selfjudge.distill.data import DataMaker, Dataset
-from selfjudge.distill.eagle import HeadLearner, draft_vocabulary, measure_sizes, new_head
-from selfjudge.distill.student import Student, StudentLearner
+from selfjudge.distill.learners import HeadLearner, Student, StudentLearner, draft_vocabulary, measure_sizes, new_head
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import draft_model, save_draft

@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.calibrate import FEWEST, calibrate
 from selfjudge.label.checks import AnswerCheck, answer_prompts, find_originals
 from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
 from selfjudge.label.folder import FORMAT, SUMMED, Labels, Row, write_shard
-from selfjudge.label.methods import NOTHING, label_by_consequences, label_by_likelihood, label_by_preservation
+from selfjudge.label.methods import (
+    FEWEST,
+    NOTHING,
+    calibrate,
+    label_by_consequences,
+    label_by_likelihood,
+    label_by_preservation,
+)
 from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Collector

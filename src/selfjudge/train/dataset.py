@@ -17,9 +17,9 @@ from torch import Tensor
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import feature_width, prompt_key
 from selfjudge.judge.model import join_features
-from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.config import find_shipped_tau
 from selfjudge.label.folder import Arrays, Row, read_manifest, read_responses, read_shards
+from selfjudge.label.methods import compute_tau
 from selfjudge.label.score import sum_scores
 from selfjudge.store import read_tensors
 from selfjudge.train.config import TrainConfig

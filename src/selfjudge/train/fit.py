@@ -19,7 +19,7 @@ from torch import Tensor
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.train.dataset import Chunk, LabelledRows
-from selfjudge.train.thresholds import roc_auc
+from selfjudge.train.holdout import roc_auc
 from selfjudge.types import Notify, ignore
 
 GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))

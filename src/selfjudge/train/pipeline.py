@@ -21,11 +21,10 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig, write_training_prompts
 from selfjudge.judge.model import Judge
 from selfjudge.store import locked, provenance, refuse_foreign, write_json
-from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 from selfjudge.train.dataset import PARTS, LabelledRows
 from selfjudge.train.fit import Fitted, fit_linear, predict
-from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, roc_auc
+from selfjudge.train.holdout import Evidence, compute_quality_curve, find_thresholds, roc_auc, write_card
 from selfjudge.types import Notify, ignore
 
 

@@ -9,7 +9,7 @@ from selfjudge.evaluate.config import EvalConfig
 from selfjudge.tasks import FILE
 from selfjudge.tune.families import FAMILIES
 from selfjudge.tune.independence import SIMILAR
-from selfjudge.tune.signature import read_key
+from selfjudge.tune.recipe import read_key
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 GAMMAS = {"cpu": (1, 2, 3, 5, 8), "cuda": (1, 2, 3, 5, 8, 12, 20, 32)}  # draft lengths to choose from, by device

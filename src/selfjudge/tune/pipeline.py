@@ -35,8 +35,7 @@ from selfjudge.tune.calibration import WORDS, LossMeasure, TuneJob
 from selfjudge.tune.config import FREE, TuneConfig
 from selfjudge.tune.independence import find_earlier, note_attempt
 from selfjudge.tune.monitor import describe_answer, describe_scope
-from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, Recipe, make_recipe, seal_recipe
-from selfjudge.tune.signature import SIGNATURE, sign
+from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, SIGNATURE, Recipe, make_recipe, seal_recipe, sign
 from selfjudge.tune.trials import DIGITS, LoadOutcome, RuleTrial, TuneResult, Tuning
 from selfjudge.tune.verify import CERTIFICATE, describe_bet, describe_certified, pack, summarise
 from selfjudge.types import Notify, Warn, ignore
