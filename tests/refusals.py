@@ -300,8 +300,8 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "unknown blocks": ["generate", "hi", "--target", str(folder / "blocks.gguf"), *draft, *q4],
         "unknown shape": ["generate", "hi", "--target", str(folder / "mamba.gguf"), *draft, *q4],
         "data": [*distill, "--prompts", "gsm8k"],
-        "chat template": ["distill", "--target", str(folder / "bare"), "--prompts", "self:8x1", "--out", str(folder / "draft")],
-        "states": ["distill", "--prompts", "self:8x1", "--target", str(folder / "gpt2"), "--out", str(folder / "draft"), "--kind", "eagle3"],
+        "chat template": ["distill", "--target", str(folder / "bare"), "--out", str(folder / "draft")],
+        "states": ["distill", "--target", str(folder / "gpt2"), "--out", str(folder / "draft"), "--kind", "eagle3"],
         "recipe of others": ["generate", "w1 w2", "--recipe", str(folder / "tuned")],
         "engine options json": [*label, *new, "--tau", "-5", "--backend", "vllm", "--engine-options", "{"],
     }  # fmt: skip

@@ -132,8 +132,6 @@ def distill(
         check_readable(config.sources, data)
 
     pair = models.load(needs_draft=False, full_precision=True)
-    if pair.target.device.type == "cpu" and not config.prompts:
-        warn("on a CPU so many answers take hours; docs/distill.md has a small first try")
     with Progress(resume="the same command goes on from here") as update:
         result = distilling.distill_draft(pair, out, config, data=data, notify=update)
     yield result

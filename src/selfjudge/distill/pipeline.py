@@ -55,6 +55,8 @@ def distill_draft(
             if (result := run.result()) is not None and not longer:
                 return result
             run.reopen(settings)
+            if pair.target.device.type == "cpu" and not config.prompts:
+                notify("on a CPU so many answers take hours; docs/distill.md has a small first try", 0.0)
             return _distill(DataMaker(pair, config, run, data, notify))
     except torch.OutOfMemoryError as error:
         words = f"out of memory ({first_line(error)}): use a smaller `batch_tokens` or `batch`"
