@@ -35,8 +35,7 @@ import torch
 import typer
 from common import say
 
-from selfjudge.cli.groups import PairOptions, Setup
-from selfjudge.cli.options import with_options
+from selfjudge.cli.options import PairOptions, Setup, with_options
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.model import Judge

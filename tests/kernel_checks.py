@@ -37,7 +37,7 @@ def odd_rows(logits: Tensor) -> None:
 
 
 def check_top(device: torch.device, dtype: torch.dtype) -> None:
-    from selfjudge.ops.argmax_triton import split_argmax
+    from selfjudge.ops.kernels_triton import split_argmax
 
     logits = torch.randn(3, 2, VOCAB, device=device).to(dtype)
     odd_rows(logits.view(6, VOCAB))
@@ -49,8 +49,7 @@ def check_top(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_scores(device: torch.device, dtype: torch.dtype, features: str, limit: float | None) -> None:
     """Blocks: what `Judge.score` says, for every row that it can be asked about."""
-    from selfjudge.ops.argmax_triton import split_argmax
-    from selfjudge.ops.judge_score_triton import draft_scores
+    from selfjudge.ops.kernels_triton import draft_scores, split_argmax
 
     judge = random_judge(features, limit).to(device)
     hidden, logits = torch.randn(3, 5, HIDDEN, device=device), torch.randn(3, 5, VOCAB, device=device) * 4
@@ -80,7 +79,7 @@ def guarded(rule: AcceptanceRule) -> AcceptanceRule:
 
 def check_price(device: torch.device) -> None:
     """The scan of blocks, and of flat rows with a price and a window each, against one block at a time."""
-    from selfjudge.ops.price_triton import block_scan, flat_scan
+    from selfjudge.ops.kernels_triton import block_scan, flat_scan
 
     harm, aligned = torch.rand(40, 7, device=device) * 3, torch.rand(40, 7, device=device) < 0.5
     harm[0, 3], harm[1, 2] = torch.inf, torch.nan

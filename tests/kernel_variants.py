@@ -23,9 +23,7 @@ from selfjudge.engine.cuda.engine import CudaEngine, CudaHead
 from selfjudge.engine.cuda.kernels_triton import TritonKernels
 from selfjudge.judge.config import FEATURES
 from selfjudge.models.eagle import EagleConfig, EagleHead
-from selfjudge.ops.argmax_triton import split_argmax
-from selfjudge.ops.judge_score_triton import JudgeWeights, draft_scores
-from selfjudge.ops.price_triton import block_scan
+from selfjudge.ops.kernels_triton import JudgeWeights, block_scan, draft_scores, split_argmax
 
 ROWS = [1, 2, 3, 5, *(n for power in (8, 16, 32, 48, 64, 128, 256, 511) for n in (power - 1, power, power + 1))]
 GAMMAS = range(11)

@@ -17,7 +17,7 @@ from selfjudge.cli.main import app
 from selfjudge.cli.options import Options, with_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import ReproduceConfig, reproduce_paper
-from selfjudge.evaluate.presets import PRESETS, Preset
+from selfjudge.evaluate.config import PRESETS, Preset
 from selfjudge.evaluate.reproduce import train_judges
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge

@@ -19,7 +19,7 @@ from fake_certificate import RESOLVED, certificate, example, recipe_folder, tamp
 from remember import remember_answers
 from runs import content, prompts_file, random_judges
 from selfjudge.cli import main as cli
-from selfjudge.cli.groups import PairOptions, Setup
+from selfjudge.cli.options import PairOptions, Setup
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest, rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.execute import TorchAnswerer

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from selfjudge import ops as compiled
 from selfjudge.cli import decode, output
-from selfjudge.ops import compiled
 from selfjudge.types import Piece
 
 

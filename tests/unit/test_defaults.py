@@ -10,7 +10,7 @@ import pytest
 from fake_certificate import recipe_folder
 from selfjudge.cli import main as cli
 from selfjudge.cli.decode import describe_answer
-from selfjudge.cli.groups import LARGE, SMALL, AnsweringPair, PairOptions, Setup
+from selfjudge.cli.options import LARGE, SMALL, AnsweringPair, PairOptions, Setup
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair

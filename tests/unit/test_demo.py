@@ -19,7 +19,7 @@ from selfjudge.bench.config import DemoConfig
 from selfjudge.bench.demo import ACCEPTABLE, SideBySide, answer_question, make_judge, same_start
 from selfjudge.cli import main as cli
 from selfjudge.cli.bench import _ledger_in
-from selfjudge.cli.groups import PairOptions
+from selfjudge.cli.options import PairOptions
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.folder import read_manifest
 from selfjudge.models.pair import Pair

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 from fake_judge import constant_judge
 from runs import prompts_file, random_judges
 from selfjudge.cli import main as cli
-from selfjudge.cli.groups import Setup
+from selfjudge.cli.options import Setup
 from selfjudge.decoding.rules import Exact, Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError

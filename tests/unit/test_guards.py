@@ -23,8 +23,7 @@ from selfjudge.decoding.rules_baselines import RegretBudget
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.guards import RequestGuards
-from selfjudge.integrations.vllm.plan import DraftRows
+from selfjudge.integrations.vllm.plan import DraftRows, RequestGuards
 from selfjudge.types import Block
 
 PIECES = ["a", " b", "\n", "```", "`", "``", "```py\n", "\n\n", "{", '"k": 1', "}", "|", " | ", "<t>", "[", "]", "{\n",

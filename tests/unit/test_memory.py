@@ -318,7 +318,7 @@ def test_out_of_memory_in_a_cycle_is_named(scheduler: Scheduler, monkeypatch: py
 
 def test_the_plan_of_a_folder(checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     from selfjudge.cli.doctor import plan_memory
-    from selfjudge.cli.groups import DeviceOptions
+    from selfjudge.cli.options import DeviceOptions
     from selfjudge.cli.output import fill_text
 
     monkeypatch.setattr(device, "available_memory", lambda: 10**9 + 10**8)

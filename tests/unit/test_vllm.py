@@ -545,7 +545,7 @@ def test_labelling_in_vllm_that_cannot_work_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, options: list[str], message: str
 ) -> None:
     prompts = [] if "--prompts" in options else ["--prompts", "arithmetic:3"]
-    monkeypatch.setattr("selfjudge.cli.groups.find_spec", lambda name: None)
+    monkeypatch.setattr("selfjudge.cli.options.find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["selfjudge", "label", "--out", str(tmp_path / "out"), *prompts, *options])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -15,8 +15,17 @@ import typer
 import selfjudge
 from selfjudge import tune as tuning
 from selfjudge.bench.config import DecodeBenchConfig, DemoConfig
-from selfjudge.cli.groups import SMALL, AnsweringPair, PairOptions, RecipeFolder, Setup, describe_size
-from selfjudge.cli.options import AsJson, Options, Result
+from selfjudge.cli.options import (
+    SMALL,
+    AnsweringPair,
+    AsJson,
+    Options,
+    PairOptions,
+    RecipeFolder,
+    Result,
+    Setup,
+    describe_size,
+)
 from selfjudge.cli.output import Progress, figure, fill_text, print_json, print_rows, print_text, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.models.catalogue import EMBEDDED

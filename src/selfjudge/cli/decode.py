@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 import selfjudge
-from selfjudge.cli.groups import AnsweringPair, DecodeOptions, PairOptions, RecipeFolder, Setup
-from selfjudge.cli.options import AsJson
+from selfjudge.cli.options import AnsweringPair, AsJson, DecodeOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.output import Progress, fill_text, print_json, waiting, warn
 from selfjudge.decoding.costs import watch_measuring
 from selfjudge.decoding.rule_parser import RuleRequest
@@ -33,7 +32,7 @@ from selfjudge.integrations.vllm.config import EngineGamma, WorkerConfig
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import served_reference, weights_sha256
-from selfjudge.ops.compiled import watch_compiling
+from selfjudge.ops import watch_compiling
 from selfjudge.report.certificate import describe_load, describe_result
 from selfjudge.store import read_json
 from selfjudge.store.load import LoadWatch

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 from packaging.requirements import Requirement
 
-from selfjudge.cli.groups import DeviceOptions
-from selfjudge.cli.options import Result
+from selfjudge.cli.options import DeviceOptions, Result
 from selfjudge.cli.output import Progress, print_rows, print_text
 from selfjudge.decoding.costs import kept_tables
 from selfjudge.errors import SelfJudgeError, first_line

@@ -8,13 +8,21 @@ import typer
 
 import selfjudge
 from selfjudge import evaluate as evaluation, tune as tuning
-from selfjudge.cli.groups import RECIPE_IS_COMPLETE, AnsweringPair, BackendOptions, PairOptions, RecipeFolder, Setup
-from selfjudge.cli.options import Options, Result, Resume
+from selfjudge.cli.options import (
+    RECIPE_IS_COMPLETE,
+    AnsweringPair,
+    BackendOptions,
+    Options,
+    PairOptions,
+    RecipeFolder,
+    Result,
+    Resume,
+    Setup,
+)
 from selfjudge.cli.output import Progress, as_options, figure, print_text, waiting, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
-from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
+from selfjudge.evaluate.config import PAPER_PAIRS, EvalConfig, ReproduceConfig, check_examples, needs_judge, plan_runs
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.report import certificate as said, page
 from selfjudge.report.records import FEWEST_SCORED

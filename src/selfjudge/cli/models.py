@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from selfjudge.cli.groups import PairOptions, RecipeFolder, Setup
-from selfjudge.cli.options import Options, Result
+from selfjudge.cli.options import Options, PairOptions, RecipeFolder, Result, Setup
 from selfjudge.cli.output import Progress, print_rows
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError

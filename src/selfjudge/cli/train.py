@@ -10,8 +10,7 @@ import typer
 
 import selfjudge
 from selfjudge import distill as distilling, label as labelling, train as training
-from selfjudge.cli.groups import BackendOptions, DeviceOptions, PairOptions
-from selfjudge.cli.options import Data, Options, Result, Resume
+from selfjudge.cli.options import BackendOptions, Data, DeviceOptions, Options, PairOptions, Result, Resume
 from selfjudge.cli.output import Progress, print_text, waiting, warn
 from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError

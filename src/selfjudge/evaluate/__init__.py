@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from selfjudge.types import lazy_exports
 
 if TYPE_CHECKING:
-    from selfjudge.evaluate.config import EvalConfig as EvalConfig
+    from selfjudge.evaluate.config import EvalConfig as EvalConfig, ReproduceConfig as ReproduceConfig
     from selfjudge.evaluate.pipeline import evaluate_rules as evaluate_rules
-    from selfjudge.evaluate.presets import ReproduceConfig as ReproduceConfig
     from selfjudge.evaluate.reproduce import reproduce_paper as reproduce_paper
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

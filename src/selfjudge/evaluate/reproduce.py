@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import check_examples
+from selfjudge.evaluate.config import Preset, ReproduceConfig, check_examples
 from selfjudge.evaluate.pipeline import evaluate_rules
-from selfjudge.evaluate.presets import Preset, ReproduceConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig, find_shipped_tau
 from selfjudge.label.folder import summarise_labels

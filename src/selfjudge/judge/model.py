@@ -21,7 +21,7 @@ from selfjudge.store import read_tensors, write_json, write_tensors
 from selfjudge.types import Block
 
 if TYPE_CHECKING:
-    from selfjudge.ops.judge_score_triton import JudgeWeights
+    from selfjudge.ops.kernels_triton import JudgeWeights
 
 
 def margins(logits: Tensor, drafts: Tensor, choice: Tensor | None = None) -> Tensor:
@@ -70,7 +70,7 @@ class Judge(nn.Module):
         if block.hidden is None:
             raise SelfJudgeError("the judge needs the target's hidden states and this backend returned none")
         if block.argmax is not None and block.hidden.is_cuda and (fused := self.kernel_weights()) is not None:
-            from selfjudge.ops.judge_score_triton import draft_scores
+            from selfjudge.ops.kernels_triton import draft_scores
 
             with torch.cuda.device(block.hidden.device):  # kernels are launched on the current device
                 return draft_scores(fused, block.hidden, block.target_logits, block.argmax[0], block.draft_tokens)
@@ -99,7 +99,7 @@ class Judge(nn.Module):
         """What the kernel reads; None without Triton, or where there is no kernel for this judge."""
         if type(self) is not Judge or not has_triton():
             return None
-        from selfjudge.ops.judge_score_triton import JudgeWeights
+        from selfjudge.ops.kernels_triton import JudgeWeights
 
         return JudgeWeights.of(self.weight, self.bias, self.config.features, LOWEST, self.config.margin_limit)
 

@@ -32,7 +32,7 @@ from selfjudge.prompts.sources import Source
 from selfjudge.store import RunFolder, read_rows, sha256, write_rows
 from selfjudge.store.schema import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
 from selfjudge.tasks import is_task, load_task
-from selfjudge.tasks.code import CodeTask
+from selfjudge.tasks.benchmarks import CodeTask
 from selfjudge.tasks.sandbox.runner import check_isolation
 from selfjudge.types import Notify, Tell, Warn, ignore
 

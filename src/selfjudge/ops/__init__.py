@@ -5,8 +5,10 @@ There an argmax splits a row over many programs: one program for a whole vocabul
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 else:
     torch = LazyModule("torch")
+
+COMPILING = "compiling kernels, once on this machine …"
 
 
 def replace_non_finite(logits: Tensor) -> Tensor:
@@ -37,7 +41,7 @@ def has_non_finite(logits: Tensor) -> Tensor:
 def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
     """[..., V] → the argmax [...] after `replace_non_finite`, and which rows have a NaN or +inf [...]."""
     if logits.is_cuda and has_triton():
-        from selfjudge.ops.argmax_triton import split_argmax
+        from selfjudge.ops.kernels_triton import split_argmax
 
         with torch.cuda.device(logits.device):  # kernels are launched on the current device
             return split_argmax(logits)
@@ -71,6 +75,32 @@ def has_triton() -> bool:
     return True
 
 
+@contextmanager
+def watch_compiling(say: Callable[[str], None]) -> Iterator[None]:
+    """Say `COMPILING` whenever Triton has compiled a kernel that it had not kept: usually others follow."""
+    knobs: Any = None
+    if has_triton():
+        import triton
+
+        knobs = getattr(triton, "knobs", None)  # older ones have none, and nothing is said
+    if knobs is None:
+        yield
+        return
+    before = knobs.compilation.listener
+
+    def listen(*, cache_hit: bool, **details: Any) -> None:
+        if not cache_hit:
+            say(COMPILING)
+        if before is not None:
+            before(cache_hit=cache_hit, **details)
+
+    knobs.compilation.listener = listen
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
+
+
 def worth_taking(harm: Tensor, aligned: Tensor, price: float | Tensor, window: Tensor | None = None) -> Tensor:
     """[B, γ] where the rest of the block is worth the harm c_i of accepting d_i; +inf is never taken. Rows may have
     prices of their own [B], and want `window` [B] drafts after d_i to match.
@@ -81,7 +111,7 @@ def worth_taking(harm: Tensor, aligned: Tensor, price: float | Tensor, window: T
     is worth it, and what is aligned, gives the best walk of the block; of walks that are worth the same, the shortest.
     """
     if harm.is_cuda and has_triton():
-        from selfjudge.ops.price_triton import block_scan
+        from selfjudge.ops.kernels_triton import block_scan
 
         with torch.cuda.device(harm.device):  # kernels are launched on the current device
             return block_scan(harm, aligned, price, window)

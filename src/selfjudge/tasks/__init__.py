@@ -6,8 +6,7 @@ from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError, unknown
 from selfjudge.tasks.base import FILE as FILE, Prompt as Prompt, Row as Row, Task as Task
-from selfjudge.tasks.benchmarks import Arithmetic, CnnDailymail, Dolly, File, Gsm8k, Math500, Mmlu
-from selfjudge.tasks.code import LiveCodeBench, Mbpp
+from selfjudge.tasks.benchmarks import Arithmetic, CnnDailymail, Dolly, File, Gsm8k, LiveCodeBench, Math500, Mbpp, Mmlu
 
 BENCHMARKS: dict[str, type[Task]] = {
     benchmark.name: benchmark

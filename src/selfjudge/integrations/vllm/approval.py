@@ -15,8 +15,7 @@ from torch import Tensor
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.guards import RequestGuards
-from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan
+from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan, RequestGuards
 from selfjudge.judge.model import Judge
 from selfjudge.ops import argmax_checked, has_triton
 from selfjudge.types import Block

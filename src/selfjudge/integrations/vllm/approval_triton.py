@@ -12,9 +12,7 @@ from torch import Tensor
 
 from selfjudge.decoding import rules_by_row as codes
 from selfjudge.integrations.vllm.plan import Plan
-from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
-from selfjudge.ops.judge_score_triton import JudgeWeights, among, draft_score
-from selfjudge.ops.price_triton import flat_scan
+from selfjudge.ops.kernels_triton import ROW_BLOCK, ROW_WARPS, JudgeWeights, among, draft_score, flat_scan, row_argmax
 
 SCORE, LOG_SCORE, RANK, ENTROPY = (
     tl.constexpr(value) for value in (codes.SCORE, codes.LOG_SCORE, codes.RANK, codes.ENTROPY)

@@ -18,8 +18,8 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval, Verification
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.guards import RequestGuards
 from selfjudge.integrations.vllm.measure import keep_costs
+from selfjudge.integrations.vllm.plan import RequestGuards
 from selfjudge.integrations.vllm.signatures import adapter_of
 
 if TYPE_CHECKING:
