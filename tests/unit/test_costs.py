@@ -97,6 +97,10 @@ def test_a_table_is_kept_and_belongs_to_one_shape(folder: Path) -> None:
     assert [entry["shape"]["device"] for entry in kept_tables()] == ["cpu"]
     keep(measured(""))  # of unknown models
     assert len([*folder.iterdir()]) == 1
+    keep(
+        measured(json.dumps({"target": {"name": "org/big", "dtype": "auto"}, "device": "cuda"}))
+    )  # of earlier versions
+    assert len(kept_tables()) == 1
 
 
 @pytest.mark.parametrize(

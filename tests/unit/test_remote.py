@@ -16,7 +16,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.answers import PartialAnswer, request_options
-from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig
+from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.label.methods import compute_margins
 from selfjudge.label.score import Case
 from selfjudge.models.loaded import Target
@@ -68,7 +68,7 @@ def test_weights_that_are_not_here_are_told_from_those_that_are(tiny_pair: Pair)
 def test_a_request_is_decoded_by_the_rule_that_is_meant(text: str) -> None:
     judge = constant_judge(0.5, 32)
     rule = RuleRequest(text, strict_start=0, strict_code=False).resolve((0, 2), judge)
-    rules = RequestRules(WorkerConfig(RuleRequest(judge="somewhere")), judge, (0, 2), 5)
+    rules = RequestRules(RuleRequest(judge="somewhere"), judge, (0, 2), 5)
     built = rules.requested({"selfjudge": request_options(rule)})
     assert type(built) is type(rule)
     assert repr(built) == repr(rule)

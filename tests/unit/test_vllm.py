@@ -27,7 +27,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval
-from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, parse_object, target_sha256
+from selfjudge.integrations.vllm.config import RequestRules, parse_object, read_settings, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts
 from selfjudge.integrations.vllm.label import outline_pair
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan
@@ -60,7 +60,7 @@ def judge(features: str = "hidden", **options: Any) -> Judge:
 def rules(given_: dict[str, Any] | None = None, **options: Any) -> RequestRules:
     """Those of an engine with these settings, a judge and γ = 4."""
     return RequestRules(
-        WorkerConfig.read({"selfjudge": {"judge": "folder", **(given_ or {})}}), judge(), (2,), 4, **options
+        read_settings({"selfjudge": {"judge": "folder", **(given_ or {})}}), judge(), (2,), 4, **options
     )
 
 
@@ -93,13 +93,13 @@ def test_settings_choose_the_rule_of_requests_that_name_none(given_: dict[str, A
 
 
 def test_a_rule_without_a_judge_needs_none() -> None:
-    settings_ = WorkerConfig.read({"selfjudge": {"rule": "margin", "price": 0.2}})
+    settings_ = read_settings({"selfjudge": {"rule": "margin", "price": 0.2}})
     assert said(RequestRules(settings_, None, (), 4).default) == ("margin", 0.2)
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"selfjudge": {}}, {"selfjudge": {"price": None}}])
 def test_nothing_said_is_exact_and_a_request_may_still_ask_the_judge(additional: Any) -> None:
-    lossless = RequestRules(WorkerConfig.read(additional), judge(), (2,), 4)
+    lossless = RequestRules(read_settings(additional), judge(), (2,), 4)
     assert lossless.default is None
     assert said(lossless.requested({"selfjudge": {"quality": 0.9}})) == ("judged", 0.4, 0)
     assert said(lossless.requested({"selfjudge": {"price": 0.1}})) == ("judged", 0.1, 0)
@@ -153,7 +153,7 @@ def test_a_judge_that_ships_does_not_make_the_rule(no_pull: None) -> None:
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(additional: Any, message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message):
-        RequestRules(WorkerConfig.read(additional), judge(), (), 4)
+        RequestRules(read_settings(additional), judge(), (), 4)
 
 
 @pytest.mark.parametrize(
@@ -442,11 +442,7 @@ def no_pull(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
     words = serve.command(
-        "smollm2-135m",
-        None,
-        WorkerConfig(RuleRequest(quality=0.9)),
-        gamma=3,
-        more=["--port", "9000", "--dtype", "float32"],
+        "smollm2-135m", None, RuleRequest(quality=0.9), gamma=3, more=["--port", "9000", "--dtype", "float32"]
     )
     words.remove("--no-trust-remote-code")
     options = dict(zip(words[3:-2:2], words[4:-2:2], strict=True))
@@ -479,7 +475,7 @@ def test_a_head_is_exported_once_and_named_as_one(
     deep: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("selfjudge.models.pair.home", lambda: tmp_path / "home")
-    words = serve.command(*deep, WorkerConfig(RuleRequest(rule="margin")), gamma=3)
+    words = serve.command(*deep, RuleRequest(rule="margin"), gamma=3)
     assert words[words.index("--model") + 1] == deep[0]
     speculation = json.loads(words[words.index("--speculative-config") + 1])
     folder = Path(speculation.pop("model"))
@@ -488,8 +484,8 @@ def test_a_head_is_exported_once_and_named_as_one(
     assert said["verifier"]["name_or_path"] == deep[0]
     assert said["proposal_methods"][0]["speculative_tokens"] == 3
     monkeypatch.setattr("selfjudge.models.pair.export_head", lambda *_, **__: pytest.fail("it is there"))
-    assert serve.command(*deep, WorkerConfig(RuleRequest(rule="margin")), gamma=3) == words
-    words = serve.command(deep[0], str(folder), WorkerConfig(RuleRequest(rule="margin")), gamma=3)
+    assert serve.command(*deep, RuleRequest(rule="margin"), gamma=3) == words
+    words = serve.command(deep[0], str(folder), RuleRequest(rule="margin"), gamma=3)
     assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(folder), "a public head as it is"
 
 
@@ -508,7 +504,7 @@ def test_an_exported_head_drafts_as_before(deep: tuple[str, str], tmp_path: Path
 
 
 def test_the_command_of_a_rule_without_a_judge(no_pull: None) -> None:
-    words = serve.command("org/big", "org/small", WorkerConfig(RuleRequest(rule="margin", price=0.1)))
+    words = serve.command("org/big", "org/small", RuleRequest(rule="margin", price=0.1))
     assert json.loads(words[words.index("--additional-config") + 1]) == {"selfjudge": {"rule": "margin", "price": 0.1}}
 
 
@@ -517,15 +513,15 @@ def test_the_command_of_a_rule_without_a_judge(no_pull: None) -> None:
     [
         ({"target": "org/big"}, "no draft ships for org/big: name one with `draft`"),
         (
-            {"target": "org/big", "draft": "org/small", "worker": WorkerConfig(RuleRequest(rule="judged"))},
+            {"target": "org/big", "draft": "org/small", "request": RuleRequest(rule="judged")},
             "no judge ships for org/big: name one with `judge`",
         ),
         ({"gamma": 0}, "`gamma` must lie between 1 and 32 with vLLM, not 0"),
         ({"gamma": 33}, "`gamma` must lie between 1 and 32 with vLLM, not 33"),
-        ({"worker": WorkerConfig(RuleRequest(theta="X"))}, "has no threshold 'X'"),
-        ({"worker": WorkerConfig(RuleRequest(judge="/nowhere"))}, "is not a judge folder"),
-        ({"worker": WorkerConfig(RuleRequest(rule="fly"))}, "fly with window 6 needs `gamma` > 6, not 5"),
-        ({"worker": WorkerConfig(RuleRequest(rule="topk:0"))}, "topk: `k` must be at least 1"),
+        ({"request": RuleRequest(theta="X")}, "has no threshold 'X'"),
+        ({"request": RuleRequest(judge="/nowhere")}, "is not a judge folder"),
+        ({"request": RuleRequest(rule="fly")}, "fly with window 6 needs `gamma` > 6, not 5"),
+        ({"request": RuleRequest(rule="topk:0")}, "topk: `k` must be at least 1"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str, Any], message: str) -> None:

@@ -2,8 +2,7 @@
 
 A job is {"engine": options of vllm.LLM, "v2": bool, "runs": [{"prompts": [token ids], "params": sampling parameters, of all or
 of each}]}; an answer to a run is {"tokens": [[…]], "logprobs": [[…]], "counts": what the judge did meanwhile on every rank,
-"drafts": [[[…]]] what a head proposed for all rows, step by step}. The run {"measure": true} has the answer {"costs": what
-steps cost}.
+"drafts": [[[…]]] what a head proposed for all rows, step by step}.
 """
 
 from __future__ import annotations
@@ -41,14 +40,6 @@ def record_drafts(proposed: list[Any]) -> None:
         return drafts
 
     EagleProposer.propose = recorded
-
-
-def measure(llm: Any) -> dict[str, Any]:
-    """What steps cost: rows → drafts → seconds of drafting, seconds of the rest."""
-    from selfjudge.integrations.vllm.measure import measure_steps
-
-    (table,) = llm.collective_rpc(measure_steps)
-    return {"costs": table.cycles}
 
 
 def answer(llm: Any, judged: bool, proposed: list[Any], prompts: list[list[int]], params: Any) -> dict[str, Any]:
@@ -130,7 +121,7 @@ def main(job_file: Path, answers_file: Path) -> None:
     record_drafts(proposed)
     llm = LLM(**(options | job["engine"]))
     judged = "additional_config" in job["engine"]
-    answers = [measure(llm) if "measure" in run else answer(llm, judged, proposed, **run) for run in job["runs"]]
+    answers = [answer(llm, judged, proposed, **run) for run in job["runs"]]
     answers_file.write_text(json.dumps(answers))
 
 

@@ -14,7 +14,6 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config, v1
-from selfjudge.integrations.vllm.gamma import can_schedule
 from selfjudge.integrations.vllm.signatures import adapter_of, exactly
 from selfjudge.judge.model import Judge
 
@@ -31,18 +30,6 @@ def test_a_good_configuration_is_taken(real: Any, tiny: Path) -> None:
     assert rule is not None
     assert getattr(rule, "theta", None) == 0.5
     assert config.guarded_ids(real.model_config, _tokenizer(real)) == (0, 1, 2, 3)
-
-
-def test_this_vllm_takes_a_gamma_for_each_batch(tiny: Path) -> None:
-    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
-    draft = str(tiny / "draft")
-    assert can_schedule(draft)
-    chosen = config.EngineGamma(5, schedule=((1, 3, 5), (4, 7, 2), (8, 15, 0)))
-    options = tiny_engine(tiny, dtype="float32", speculative_config={"model": draft, **chosen.options})
-    spec = EngineArgs(**options).create_engine_config().speculative_config
-    lookup = build_dynamic_sd_schedule_lookup(spec.num_speculative_tokens_per_batch_size, 20, 5)
-    assert lookup == [0, 5, 5, 5, 2, 2, 2, 2, *[0] * 13]
 
 
 def _tokenizer(real: Any) -> Any:

@@ -14,7 +14,7 @@ from openai import OpenAI
 from browser import CHROMIUM, Browser
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE
-from selfjudge.integrations.vllm.config import MULTIPROCESS, WorkerConfig
+from selfjudge.integrations.vllm.config import MULTIPROCESS
 from selfjudge.integrations.vllm.counts import COUNTERS
 from selfjudge.integrations.vllm.serve import command
 
@@ -29,7 +29,7 @@ def address(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     flags = ["--middleware", MIDDLEWARE, *FLAGS]
     own = RuleRequest(quality=0.5, judge=str(small / "judge"), strict_start=0, strict_code=False)
     flags += ["--served-model-name", "small"]
-    asked = command(str(small / "target"), str(small / "draft"), WorkerConfig(own), gamma=GAMMA, more=flags)
+    asked = command(str(small / "target"), str(small / "draft"), own, gamma=GAMMA, more=flags)
     facts = json.dumps({"backend": "vllm", "rule": "judged", "gamma": GAMMA, "judge": True})
     with served(asked, folder, **{MULTIPROCESS: str(folder / "metrics"), FACTS: facts}) as url:
         yield url
@@ -119,9 +119,7 @@ def test_the_playground_streams_both_answers(address: str, client: OpenAI, tmp_p
 
 
 def test_the_command_names_the_checkpoints_of_the_pair() -> None:
-    words = command(
-        "smollm2-135m", None, WorkerConfig(RuleRequest(theta="F")), gamma=2, more=["--tensor-parallel-size", "2"]
-    )
+    words = command("smollm2-135m", None, RuleRequest(theta="F"), gamma=2, more=["--tensor-parallel-size", "2"])
     model = Path(words[words.index("--model") + 1])
     assert (model / "config.json").is_file()
     assert words[-2:] == ["--tensor-parallel-size", "2"]

@@ -28,7 +28,6 @@ from selfjudge.integrations import hosts
 from selfjudge.integrations.server import playground
 from selfjudge.integrations.server.config import ServerConfig, listen
 from selfjudge.integrations.vllm import serve as vllm_server
-from selfjudge.integrations.vllm.config import EngineGamma, WorkerConfig
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import served_reference, weights_sha256
@@ -38,7 +37,7 @@ from selfjudge.store import read_json
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune import monitor
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import GLOSSARY, Generation
+from selfjudge.types import GLOSSARY, Generation, default_gamma
 
 if TYPE_CHECKING:
     from selfjudge.decoding.text import Stream
@@ -167,9 +166,7 @@ def serve(
     backend: Annotated[Literal["torch", "vllm"], typer.Option(help="Our own loop, or vLLM with our rules.")] = "torch",
     recipe: RecipeFolder = None,
     vllm: Annotated[str, typer.Option(help="Flags of vLLM's own: '--tensor-parallel-size 2'.")] = "",
-    load: Annotated[
-        int | None, typer.Option(help="Requests at a time: the row of a recipe; in vLLM without one, γ.", min=1)
-    ] = None,
+    load: Annotated[int | None, typer.Option(help="Requests at a time: the row of a recipe.", min=1)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free.", min=0, max=65535)] = 8000,
     *,
@@ -186,7 +183,7 @@ def serve(
 
     Example: selfjudge serve --recipe tuned --load 8 --shadow 0.02
 
-    Example: selfjudge serve --backend vllm --load 32
+    Example: selfjudge serve --backend vllm --gamma 3
     """
     key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
     setup = Setup.of(recipe, models, request, load)
@@ -198,16 +195,14 @@ def serve(
     config = replace(config, allowed_host=(*config.allowed_host, host))
     if config.shadow:
         monitor.watch(setup.recipe)  # refuses what cannot be watched
+    if load is not None and setup.recipe is None:
+        raise SelfJudgeError("`load` goes with --recipe")
     if backend == "vllm":
         _refuse_torch_options(setup.models, config)
-        flags = shlex.split(vllm)
-        gamma = _choose_vllm_gamma(setup, flags, load)
-        _serve_vllm(setup, config, gamma, ["--host", host, "--port", str(port), *flags])
+        _serve_vllm(setup, config, ["--host", host, "--port", str(port), *shlex.split(vllm)])
         return
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
-    if load is not None and setup.recipe is None:
-        raise SelfJudgeError("`load` goes with --recipe or --backend vllm")
 
     replace(setup, request=setup.request if own.needs_judge else own).resolve()
     _serve_torch(setup, config, host, port)
@@ -249,31 +244,19 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
         raise SelfJudgeError("`api_key` with several keys goes with --backend torch")
 
 
-def _choose_vllm_gamma(setup: Setup, flags: list[str], load: int | None) -> EngineGamma:
-    """The γ that was named, else the one that the engine's costs suggest; one line says which."""
-    models, gamma = setup.models, setup.request.gamma
+def _vllm_gamma(setup: Setup) -> int:
+    """The named γ, or a recipe's; else the default, or as many drafts as the rule needs."""
+    gamma = setup.request.gamma
     if gamma == 0 and setup.recipe is not None:
         raise SelfJudgeError(f"{setup.recipe.folder} decodes plainly (γ 0): serve it without --backend vllm")
-    if isinstance(gamma, int):
-        return EngineGamma(gamma)
-    draft, rule = draft_for(models.name, models.draft), setup.resolve()
-
-    from selfjudge.integrations.vllm.gamma import LOAD, choose_gamma
-
-    if not rule.lossless:  # its answers depend on γ, and must not depend on the batch
-        load = load or LOAD
-    least = rule.matches_needed + 1
-    chosen = choose_gamma(models.name, draft, dtype=models.dtype, flags=flags, load=load, least=least)
-    if chosen.reason:
-        typer.echo(chosen.reason, err=True)
-    return chosen
+    return gamma if isinstance(gamma, int) else max(default_gamma("cuda"), setup.resolve().matches_needed + 1)
 
 
-def _serve_vllm(setup: Setup, config: ServerConfig, gamma: EngineGamma, more: list[str]) -> None:
+def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
     from selfjudge.integrations.vllm import shadow  # imports asyncio
 
-    models, own, recipe = setup.models, setup.request.named(), setup.recipe
+    models, own, recipe, gamma = setup.models, setup.request.named(), setup.recipe, _vllm_gamma(setup)
     models.announce()
     flags = ["--middleware", playground.MIDDLEWARE]
     if recipe is not None:
@@ -288,13 +271,13 @@ def _serve_vllm(setup: Setup, config: ServerConfig, gamma: EngineGamma, more: li
     flags += ["--served-model-name", config.name] if config.name else []
     flags += ["--dtype", models.dtype] if models.dtype else []
     os.environ[hosts.VARIABLE] = json.dumps(config.allowed_host)
-    arguments = vllm_server.command(models.name, models.draft, WorkerConfig(own), gamma=gamma, more=[*flags, *more])
+    arguments = vllm_server.command(models.name, models.draft, own, gamma=gamma, more=[*flags, *more])
     facts = {
         "backend": "vllm",
         "rule": own.text,
         "theta": own.theta,
         "price": own.price,
-        "gamma": gamma.gamma,
+        "gamma": gamma,
         "judge": bool(own.judge or shipped_judge(models.name)),
         "uses_judge": own.needs_judge,
         "recipe": None if recipe is None else playground.describe(recipe),

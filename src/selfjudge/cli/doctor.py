@@ -205,6 +205,5 @@ def _cache() -> Iterator[Check]:
     for table in kept_tables():
         target, cells = table["shape"]["target"], table["cycles"][min(table["cycles"])]
         times = ", ".join(f"γ {drafts} {1e3 * sum(cells[drafts]):.3g} ms" for drafts in sorted(cells))
-        name = target["name"] if "name" in target else f"{target['parameters'] / 1e6:,.0f} M parameters"
-        model = f"{name} in {'vLLM, ' if table['shape'].get('engine') == 'vllm' else ''}{target['dtype']}"
+        model = f"{target['parameters'] / 1e6:,.0f} M parameters in {target['dtype']}"
         yield Check("speeds", True, f"{model}, {table['shape']['device']}, rows {min(table['cycles'])}: {times}")

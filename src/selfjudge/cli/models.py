@@ -17,7 +17,6 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import make_label
 from selfjudge.integrations import sglang
 from selfjudge.integrations.vllm import serve
-from selfjudge.integrations.vllm.config import EngineGamma, WorkerConfig
 from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder
 from selfjudge.store import home, read_json
 from selfjudge.store.schema import RunRecord
@@ -90,10 +89,10 @@ def export(
             sglang.convert_head(out)
         call, note = sglang.command(target, path, chosen, gamma, head=head), sglang.describe(chosen)
     elif chosen.lossless:
-        speculation = json.dumps(serve.speculation(models.name, path, EngineGamma(gamma)))
+        speculation = json.dumps(serve.speculation(models.name, path, gamma))
         call = ["vllm", "serve", target, "--speculative-config", speculation]
     else:
-        call = serve.command(models.name, path, WorkerConfig(setup.request), gamma=gamma)
+        call = serve.command(models.name, path, setup.request, gamma=gamma)
     yield {"target": target, "command": call, "note": note}
     typer.echo(shlex.join(call))
     if note:

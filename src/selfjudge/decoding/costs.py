@@ -195,7 +195,7 @@ def kept_tables() -> list[dict[str, Any]]:
         with suppress(SelfJudgeError, KeyError, ValueError, TypeError):
             shape = str(read_json(path)["shape"])
             described = json.loads(shape)
-            str(described["device"] + described["target"]["dtype"])  # as `PairEngines` and `describe_engine` write it
+            f"{described['device']} {described['target']['dtype']} {described['target']['parameters']:d}"  # it has them
             tables.append({"shape": described, "cycles": kept_costs(shape)})
     return [table for table in tables if table["cycles"]]
 

@@ -17,7 +17,7 @@ from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.execute import Answerer, Answers
-from selfjudge.integrations.vllm.config import KEY, WORKER, EngineGamma
+from selfjudge.integrations.vllm.config import KEY, WORKER
 from selfjudge.integrations.vllm.serve import PairEngine, speculation
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, Prompt
@@ -77,7 +77,7 @@ class VllmAnswerer(Answerer):
         ours: dict[str, Any] = {"enable_prefix_caching": False}
         if gamma:
             settings = {"rule": "exact"} if folder is None else {"judge": str(folder)}
-            ours["speculative_config"] = speculation(self.pair.target_id, self.pair.draft_id, EngineGamma(gamma))
+            ours["speculative_config"] = speculation(self.pair.target_id, self.pair.draft_id, gamma)
             ours |= {"worker_cls": WORKER, "additional_config": {KEY: settings}}
         return self._engine.start(ours)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 KEY = "selfjudge"
-BY_BATCH = "num_speculative_tokens_per_batch_size"
-"""The field of vLLM's speculative config that lets γ change with the batch; older versions lack it."""
 MAX_WARNINGS = 100  # the most warnings about requests in the log of one engine
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 REQUEST_FIELDS = ("rule", "theta", "quality", "price", *STRICT)
-Schedule = tuple[tuple[int, int, int], ...]  # first and last number of requests at a time, and their γ
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
@@ -41,50 +38,20 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     raise SelfJudgeError(f"{name} must be a JSON object, not {text[:60]!r}")
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """The object under "selfjudge" of vLLM's `--additional-config`: fields of a `RuleRequest`, and `costs`."""
-
-    own: RuleRequest = OPEN_REQUEST  # the judge, and the rule of requests that name none
-    costs: str = ""  # the shape of the table of costs that the worker measures, unless there is one; empty: none
-
-    @classmethod
-    def read(cls, additional: Any) -> WorkerConfig:
-        raw = additional.get(KEY) if isinstance(additional, Mapping) else None
-        raw = dict(raw) if isinstance(raw, Mapping) else {}
-        known = ("judge", *REQUEST_FIELDS, "costs")
-        if unknown := sorted(set(raw) - set(known)):
-            raise SelfJudgeError(f"unknown setting {unknown[0]!r} of the rule in vLLM; there are: {', '.join(known)}")
-        judge, costs = raw.pop("judge", None) or None, str(raw.pop("costs", ""))
-        own = RuleRequest(judge=judge, **raw)
-        if not isinstance(judge, (str, type(None))) or (judge is None and own.needs_judge):
-            raise SelfJudgeError(
-                'JudgeWorker does not know its judge: give --additional-config \'{"selfjudge": {"judge": FOLDER}}\''
-            )
-        return cls(own, costs)
-
-    def as_json(self) -> dict[str, Any]:
-        """What `read` reads."""
-        values = {name: getattr(self.own, name) for name in ("judge", *REQUEST_FIELDS)}
-        values["costs"] = self.costs or None
-        return {name: value for name, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class EngineGamma:
-    """The γ that an engine is started with."""
-
-    gamma: int
-    reason: str = ""  # one line that says which γ and why; empty where somebody has named it
-    costs: str = ""  # the shape of the table of costs that decides, which the worker measures where there is none
-    schedule: Schedule = ()  # γ by requests at a time; empty where it is one γ
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Fields of vLLM's speculative config."""
-        fixed = {"num_speculative_tokens": self.gamma}
-        varies = any(gamma != self.gamma for _, _, gamma in self.schedule)
-        return {**fixed, BY_BATCH: [list(entry) for entry in self.schedule]} if varies else fixed
+def read_settings(additional: Any) -> RuleRequest:
+    """The judge and the rule of requests that name none: the object under "selfjudge" of `--additional-config`."""
+    raw = additional.get(KEY) if isinstance(additional, Mapping) else None
+    raw = dict(raw) if isinstance(raw, Mapping) else {}
+    known = ("judge", *REQUEST_FIELDS)
+    if unknown := sorted(set(raw) - set(known)):
+        raise SelfJudgeError(f"unknown setting {unknown[0]!r} of the rule in vLLM; there are: {', '.join(known)}")
+    judge = raw.pop("judge", None) or None
+    own = RuleRequest(judge=judge, **raw)
+    if not isinstance(judge, (str, type(None))) or (judge is None and own.needs_judge):
+        raise SelfJudgeError(
+            'JudgeWorker does not know its judge: give --additional-config \'{"selfjudge": {"judge": FOLDER}}\''
+        )
+    return own
 
 
 class RequestRules:
@@ -95,15 +62,15 @@ class RequestRules:
 
     def __init__(
         self,
-        settings: WorkerConfig,
+        settings: RuleRequest,
         judge: Judge | JudgeConfig | None,
         special: tuple[int, ...],
         gamma: int,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """With a judge's config alone, rules can be checked and not used."""
-        self.settings, self.judge, self.special, self.gamma, self.warn = settings, judge, special, gamma, warn
-        self.own = replace(settings.own.named(), judge=None)
+        """`settings` as `read_settings` has them. With a judge's config alone, rules can be checked and not used."""
+        self.judge, self.special, self.gamma, self.warn = judge, special, gamma, warn
+        self.own = replace(settings.named(), judge=None)
         self._warned: set[str] = set()
         self.default = self._resolve(self.own)
 
@@ -180,15 +147,15 @@ def check_supported(config: Any) -> None:
         raise SelfJudgeError(f"JudgeWorker does not work with {reason}")
 
 
-def load(config: Any) -> tuple[WorkerConfig, Judge | None]:
+def load(config: Any) -> tuple[RuleRequest, Judge | None]:
     """The settings of a vLLM configuration and the judge, if they name one, checked against its target."""
     check_supported(config)
-    settings = WorkerConfig.read(config.additional_config)
+    settings = read_settings(config.additional_config)
     judge = None
-    if settings.own.judge:
+    if settings.judge:
         from selfjudge.judge.model import Judge
 
-        judge, model = Judge.from_pretrained(settings.own.judge), config.model_config
+        judge, model = Judge.from_pretrained(settings.judge), config.model_config
         known = target_sha256(model.model, judge.config.target_sha256)
         judge.config.check_target(model.model, known, model.get_hidden_size())
     RequestRules(settings, judge, (), config.speculative_config.num_speculative_tokens)

@@ -13,8 +13,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, EngineGamma, RequestRules, WorkerConfig
+from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, REQUEST_FIELDS, WORKER, RequestRules
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import served_reference
@@ -31,46 +32,43 @@ SECOND_RUNNER_KNOWN = (0, 32)  # the first vLLM whose second model runner our wo
 def command(
     target: str = "smollm2-135m",
     draft: str | None = None,
-    worker: WorkerConfig | None = None,
+    request: RuleRequest = OPEN_REQUEST,
     *,
-    gamma: int | EngineGamma | None = None,
+    gamma: int | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
-    """What to run: vLLM's OpenAI-compatible server with target, draft and rule; `more` flags of vLLM go last.
+    """What to run: vLLM's OpenAI-compatible server with target, draft, judge and rule; `more` flags of vLLM go last.
 
     Target and draft are hub ids, checkpoint folders or the name of an embedded pair. An embedded pair brings its draft
     and, where one ships, its judge. A draft may be an EAGLE-3 head in any format."""
     gamma = default_gamma("cuda") if gamma is None else gamma
-    chosen = gamma if isinstance(gamma, EngineGamma) else EngineGamma(gamma)
-    if not 1 <= chosen.gamma <= MAX_GAMMA:
-        raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {chosen.gamma}")
-    draft = draft_for(target, draft)
-    worker = worker or WorkerConfig()
-    own = worker.own.named()  # which rule is meant does not depend on what ships
+    if not 1 <= gamma <= MAX_GAMMA:
+        raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {gamma}")
+    draft, own = draft_for(target, draft), request.named()  # which rule is meant does not depend on what ships
     if own.judge is None and (shipped := shipped_judge(target)) is not None:
         own = replace(own, judge=str(shipped))
     if own.judge is None and own.needs_judge:
         raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
-    worker = replace(worker, own=own, costs=chosen.costs)
     # what does not exist is refused here: better than in a worker's traceback
-    RequestRules(worker, None if own.judge is None else JudgeConfig.from_pretrained(own.judge), (), chosen.gamma)
+    RequestRules(own, None if own.judge is None else JudgeConfig.from_pretrained(own.judge), (), gamma)
+    settings = {name: value for name in ("judge", *REQUEST_FIELDS) if (value := getattr(own, name)) is not None}
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", served_reference(target), "--served-model-name", target),
-        *("--speculative-config", json.dumps(speculation(target, draft, chosen))),
-        *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: worker.as_json()})),
+        *("--speculative-config", json.dumps(speculation(target, draft, gamma))),
+        *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: settings})),
         "--no-trust-remote-code",
         *more,
     ]
 
 
-def speculation(target: str, draft: str, chosen: EngineGamma) -> dict[str, Any]:
+def speculation(target: str, draft: str, gamma: int) -> dict[str, Any]:
     """vLLM's speculative config of a draft; a head must be named as one."""
     from selfjudge.models.pair import exported_head  # imports torch: what is wrong is said before
 
-    if (head := exported_head(target, draft, steps=chosen.gamma)) is not None:
-        return {"method": "eagle3", "model": str(head), **chosen.options}
-    return {"model": served_reference(draft), **chosen.options}
+    if (head := exported_head(target, draft, steps=gamma)) is not None:
+        return {"method": "eagle3", "model": str(head), "num_speculative_tokens": gamma}
+    return {"model": served_reference(draft), "num_speculative_tokens": gamma}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -18,7 +18,6 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval, Verification
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.measure import keep_costs
 from selfjudge.integrations.vllm.plan import RequestGuards
 from selfjudge.integrations.vllm.signatures import adapter_of
 
@@ -32,7 +31,7 @@ logger = init_logger("vllm.selfjudge")  # vLLM shows its own loggers
 
 
 class JudgeWorker(Base):
-    """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings in `config.WorkerConfig`.
+    """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings as `config.read_settings` says.
 
     Whatever would keep the rules from deciding is an error at start-up: it never falls back to plain decoding."""
 
@@ -76,12 +75,6 @@ class JudgeWorker(Base):
         self._adapter = adapter(runner, Verification(approval, self._counts, rules, guards, agree))
         decides = "exact" if rules.default is None else rule_text(rules.default)
         logger.info("Rule %s decides, %d tokens are guarded", decides, len(special))
-
-    def compile_or_warm_up_model(self) -> Any:
-        done = super().compile_or_warm_up_model()
-        if self._settings.costs:
-            keep_costs(self, self._settings.costs, logger.warning)
-        return done
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
