@@ -17,8 +17,6 @@ import torch
 from fake_judge import constant_judge
 from refusals import known_at_once, write_inputs
 from selfjudge.cli import main as cli
-from selfjudge.judge.config import JudgeConfig
-from selfjudge.judge.model import Judge
 from selfjudge.store.load import LoadWatch
 from warm import Process
 
@@ -337,9 +335,7 @@ def test_the_version(run) -> None:
     assert re.fullmatch(r"selfjudge \d+\.\d+\.\d+\S*\n", out)
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"), [("pu", {"pull"}), ("pull smo", {"smollm2-135m"}), ("ls ru", {"rules", "runs"})]
-)
+@pytest.mark.parametrize(("typed", "offered"), [("pu", {"pull"}), ("pull smo", {"smollm2-135m"}), ("ls ru", {"rules"})])
 def test_the_shell_completes(run, monkeypatch: pytest.MonkeyPatch, typed: str, offered: set[str]) -> None:
     monkeypatch.setenv("_SELFJUDGE_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"selfjudge {typed}")
@@ -382,32 +378,6 @@ def leaves(command, words: str = ""):
         yield words, command
     for name, inner in below.items():
         yield from leaves(inner, f"{words} {name}".strip())
-
-
-def test_ls_runs(run, tmp_path: Path) -> None:
-    Judge(JudgeConfig(hidden_size=32, target="t", thresholds={"F": 0.25, "R": 0.5})).save_pretrained(tmp_path / "mine")
-    (tmp_path / "labels").mkdir()
-    (tmp_path / "labels" / "settings.json").write_text('{"suffix_length": 20, "target": "t"}')
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "settings.json").write_text('{"limit": 3}')
-    last_run = {"tasks": ["arithmetic", "file:asked.jsonl"], "runs": ["exact-g2"], "time": "2026-01-01T00:00:00Z"}
-    (tmp_path / "eval" / "run.json").write_text(json.dumps(last_run))
-    (tmp_path / "eval" / "arithmetic" / "exact-g2").mkdir(parents=True)
-    (tmp_path / "eval" / "arithmetic" / "exact-g2" / "summary.json").write_text("{}")
-    _, out, _ = run("ls", "runs", str(tmp_path), "--json")
-    assert [(Path(r["folder"]).name, r["kind"], r["state"]) for r in json.loads(out)] == [
-        ("eval", "eval", "begun"),  # its second task is not done
-        ("labels", "label", "begun"),
-        ("mine", "judge", "finished"),
-    ]
-    assert "1 runs on arithmetic" in out
-    (tmp_path / "eval" / "file:asked" / "exact-g2").mkdir(parents=True)
-    (tmp_path / "eval" / "file:asked" / "exact-g2" / "summary.json").write_text("{}")
-    _, out, _ = run("ls", "runs", str(tmp_path), "--json")
-    assert json.loads(out)[0]["state"] == "finished"
-    code, out, err = run("ls", "runs", str(tmp_path / "eval" / "arithmetic"))
-    assert (code, out) == (0, "")
-    assert "no runs below" in err
 
 
 @pytest.mark.parametrize("page", ["cli", "formats"])

@@ -1,10 +1,7 @@
 """`selfjudge pull`, `selfjudge export` and `selfjudge ls`."""
 
 import json
-import os
 import shlex
-from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,22 +11,11 @@ from selfjudge.cli.options import Options, PairOptions, RecipeFolder, Result, Se
 from selfjudge.cli.output import Progress, print_rows
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import make_label
 from selfjudge.integrations import sglang
 from selfjudge.integrations.vllm import serve
 from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder
-from selfjudge.store import home, read_json
-from selfjudge.store.schema import RunRecord
+from selfjudge.store import home
 from selfjudge.types import MAX_GAMMA
-
-KINDS = {
-    "judge": ("thresholds", "config.json"),
-    "label": ("suffix_length", "manifest.json"),
-    "distill": ("layers", "run.json"),
-    "tune": ("epsilon", "recipe.json"),
-    "eval": ("limit", "run.json"),
-}
-"""For each kind of folder a name that its settings or its last file hold, and the file that is written last."""
 
 
 def pull(
@@ -99,20 +85,14 @@ def export(
         typer.echo(note, err=True)
 
 
-def ls(
-    what: Annotated[Literal["pairs", "rules", "tasks", "runs"], typer.Argument(help="What to list.")] = "pairs",
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are looked for.", exists=True)] = Path(),
-) -> Result:
-    """List embedded pairs, acceptance rules, tasks, or folders that runs have written.
+def ls(what: Annotated[Literal["pairs", "rules", "tasks"], typer.Argument(help="What to list.")] = "pairs") -> Result:
+    """List embedded pairs, acceptance rules or tasks.
 
     Example: selfjudge ls rules
     """
-    rows = _runs(_folders(folder)) if what == "runs" else {"pairs": _pairs, "rules": _rules, "tasks": _tasks}[what]()
+    rows = {"pairs": _pairs, "rules": _rules, "tasks": _tasks}[what]()
     yield rows
-    if rows:
-        print_rows(rows)
-    else:
-        typer.echo(f"no {what} below {folder}", err=True)
+    print_rows(rows)
 
 
 def _pairs() -> list[dict[str, Any]]:
@@ -140,50 +120,3 @@ def _tasks() -> list[dict[str, Any]]:
 
     tasks = [load_task(name) for name in NAMES]
     return [{"name": t.name, "what": t.summary, "splits": ", ".join(t.splits), "licence": t.licence} for t in tasks]
-
-
-def _runs(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """Folders that label, train, distill, tune and eval have written or begun."""
-    rows = []
-    for folder in folders:
-        if (kind := _kind(folder)) is None:
-            continue
-        run, last = _readable(folder / "run.json", RunRecord), _readable(folder / KINDS[kind][1])
-        finished = bool(last)
-        what = f"for {last['target']}" if last.get("target") else ""
-        if kind == "label" and finished:
-            what = f"{last['rows']} labels {what}"
-        if kind == "eval":
-            done = {file.parent for file in folder.glob("*/*/summary.json")}
-            asked = product(map(make_label, run.get("tasks") or ()), run.get("runs") or ())
-            finished = finished and done.issuperset(folder / task / name for task, name in asked)
-            tasks = sorted({run_folder.parent.name for run_folder in done})
-            what = f"{len(done)} runs on {', '.join(tasks)}" if tasks else ""
-        state = "finished" if finished else "begun"
-        rows.append({"folder": str(folder), "kind": kind, "state": state, "when": run.get("time", ""), "what": what})
-    return rows
-
-
-def _kind(folder: Path) -> str | None:
-    """Which command wrote a folder; None where none did."""
-    settings = _readable(folder / "settings.json")
-    return next((kind for kind, (key, last) in KINDS.items() if key in settings | _readable(folder / last)), None)
-
-
-def _folders(root: Path) -> list[Path]:
-    """`root` and the folders below it; hidden ones are passed over."""
-    if not root.is_dir():
-        raise SelfJudgeError(f"{root} is not a folder")
-    found = []
-    for folder, below, _ in os.walk(root):
-        below[:] = sorted(name for name in below if not name.startswith((".", "__")) and name != "node_modules")
-        found.append(Path(folder))
-    return found
-
-
-def _readable(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
-    """The content of a file; empty where it cannot be read."""
-    try:
-        return read_json(path, schema)
-    except SelfJudgeError:
-        return {}
