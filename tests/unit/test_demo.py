@@ -18,7 +18,6 @@ from selfjudge.bench import demo
 from selfjudge.bench.config import DemoConfig
 from selfjudge.bench.demo import ACCEPTABLE, SideBySide, answer_question, make_judge, same_start
 from selfjudge.cli import main as cli
-from selfjudge.cli.bench import _ledger_in
 from selfjudge.cli.options import PairOptions
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.folder import read_manifest
@@ -27,7 +26,6 @@ from selfjudge.report.demo import demo_page, describe_result, gain_table, mark_s
 from selfjudge.store.load import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import load_rows
-from selfjudge.tune.independence import find_earlier, ledger_file, note_attempt
 from selfjudge.types import Generation
 
 Run = Callable[..., tuple[int, str, str]]
@@ -43,7 +41,7 @@ def run_demo(
 
     def call(*options: str) -> tuple[int, str, str]:
         page = str(tmp_path / "demo.html")
-        arguments = ["--no-labels", "--no-tune", "--limit", "1", "--max-new-tokens", "6", "--out", page, *options]
+        arguments = ["--no-labels", "--limit", "1", "--max-new-tokens", "6", "--out", page, *options]
         monkeypatch.setattr(sys, "argv", ["selfjudge", "demo", *arguments])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -102,9 +100,7 @@ def test_how_much_of_an_answer_comes_before_it_parts_from_another() -> None:
 
 
 def test_the_quick_demo_is_never_longer_than_asked(run_demo: Run) -> None:
-    assert DemoConfig(quick=True).as_asked == DemoConfig(
-        quick=True, turns=2, limit=2, max_new_tokens=48, labels=False, tune=False
-    )
+    assert DemoConfig(quick=True).as_asked == DemoConfig(quick=True, turns=2, limit=2, max_new_tokens=48, labels=False)
     assert DemoConfig(quick=True, limit=1, max_new_tokens=6).as_asked.max_new_tokens == 6
     assert DemoConfig(limit=20).as_asked == DemoConfig(limit=20)
     code, out, _ = run_demo("--quick", "--json")
@@ -310,25 +306,3 @@ def test_turns_of_a_busy_machine_show_no_speed() -> None:
     assert page.count("this machine is busy") == 1
     found = gain_of(turns, "")
     assert [ratio.show(row) for row in gain_table(found).rows] == ["2.00"] * 3
-
-
-def test_the_demos_tune_is_no_attempt_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.jsonl"
-    monkeypatch.setenv("SELFJUDGE_LEDGER", str(mine))
-    with _ledger_in(tmp_path):
-        note_attempt("a", "target", ["0" * 16])
-    assert ledger_file() == mine
-    assert not mine.exists()
-    assert find_earlier(None, "target", ["0" * 16]) == []
-
-
-@pytest.mark.slow
-def test_a_small_tune_at_the_end(run_demo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SELFJUDGE_LEDGER", str(tmp_path / "mine.jsonl"))
-    code, out, _ = run_demo("--tune", "--json")
-    assert code == 0
-    assert not (tmp_path / "mine.jsonl").exists()
-    tuned = json.loads(out)["tune"]
-    assert tuned["epsilon"] == 0.3
-    assert "exact" in tuned["finding"] or "certified ≤ 30" in tuned["finding"]
-    assert "A small tune" in (tmp_path / "demo.html").read_text()

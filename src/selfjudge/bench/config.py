@@ -28,9 +28,8 @@ class DemoConfig:
     limit: int = setting(6, "How many of the built-in prompts.", minimum=1)
     max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")
-    tune: bool = setting(True, "End with a small tune: which rule keeps how much of the target's words for certain.")
     quick: bool = setting(
-        False, "The shortest demo: two turns, two prompts of 48 tokens, no labels, no tune, no checkpoints on the disk."
+        False, "The shortest demo: two turns, two prompts of 48 tokens, no labels, no checkpoints on the disk."
     )
 
     @property
@@ -39,4 +38,4 @@ class DemoConfig:
         if not self.quick:
             return self
         limit, tokens, turns = min(self.limit, 2), min(self.max_new_tokens, 48), min(self.turns, 2)
-        return replace(self, limit=limit, max_new_tokens=tokens, turns=turns, labels=False, tune=False)
+        return replace(self, limit=limit, max_new_tokens=tokens, turns=turns, labels=False)

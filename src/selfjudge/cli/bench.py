@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +11,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 import selfjudge
-from selfjudge import tune as tuning
 from selfjudge.bench.config import DecodeBenchConfig, DemoConfig
 from selfjudge.cli.options import (
     SMALL,
@@ -30,11 +27,9 @@ from selfjudge.cli.output import Progress, figure, fill_text, print_json, print_
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import BUILT_IN, read_prompts
-from selfjudge.report import certificate
 from selfjudge.report.demo import COLUMNS, demo_page, describe_next, describe_result, gain_table, mark_substitutions
 from selfjudge.store import check_page, describe_machine, write_text
-from selfjudge.tune.config import TuneConfig
-from selfjudge.types import GLOSSARY, PHASES, Notify, explain
+from selfjudge.types import GLOSSARY, PHASES, explain
 
 SLOW = 300  # seconds that the question may still take before a shorter way is suggested
 HEADS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start")
@@ -87,7 +82,7 @@ def demo(
     config: DemoConfig,
 ) -> None:
     """What speculation gains on one question, plain and exact by turns; then the whole line on the small pair: labels,
-    a judge, plain, exact, topk and judged side by side, a small tune.
+    a judge, plain, exact, topk and judged side by side.
 
     Example: selfjudge demo
 
@@ -150,7 +145,7 @@ def _print_gain(gain: dict[str, Any]) -> None:
 
 
 def _show_line(config: DemoConfig, result: dict[str, Any], quiet: bool) -> None:
-    """Labels, a judge, rules side by side and a small tune on the small pair."""
+    """Labels, a judge and rules side by side on the small pair."""
     models = PairOptions(pair=SMALL)
     pair = models.load()
     full = models.load(full_precision=True) if pair.dtype == "q4" and config.labels else pair
@@ -177,39 +172,12 @@ def _show_line(config: DemoConfig, result: dict[str, Any], quiet: bool) -> None:
         say(fill_text("demo-notes", explained=explain("m", "γ", "judged"), quality=QUALITY))
         if result["busy"]:
             say(result["busy"])
-        if config.tune:
-            tuned = result["tune"] = _tune(pair, Path(folder), progress)
-            may = f"at most {100 * tuned['epsilon']:.0f} points of agreement with exact may be lost"
-            say(f"\nA small tune, {tuned['n']} prompts, {may}: {tuned['finding']}")
 
 
 def _line(cells: Sequence[str]) -> str:
     """A line of the table, whose rows are printed as soon as they are known."""
     widths = (max(len(head), 4) + 3 for head in HEADS[1:])
     return f"{cells[0]:<22}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], widths, strict=True))
-
-
-def _tune(pair: selfjudge.Pair, folder: Path, notify: Notify) -> dict[str, Any]:
-    """A tune so small that it ends within half a minute: what it found, and what it claims."""
-    config = TuneConfig(
-        tasks=("arithmetic",), limit=24, epsilon=0.3, families=("margin",), measure="overlap", max_new_tokens=24,
-        times=False, minutes=0.5, examples=0,
-    )  # fmt: skip
-    with _ledger_in(folder):
-        found = tuning.tune_pair(pair, folder / "tuned", config, notify=notify).certificate
-    finding, claim = certificate.describe_result(found), certificate.describe_claim(found)
-    return {"finding": finding, "claim": claim, "n": found["n"], "epsilon": config.epsilon}
-
-
-@contextmanager
-def _ledger_in(folder: Path) -> Iterator[None]:
-    """Attempts are noted in this folder: the demo's must not count as one of the user's."""
-    name = "SELFJUDGE_LEDGER"
-    before, os.environ[name] = os.environ.get(name, ""), str(folder / "attempts.jsonl")
-    try:
-        yield
-    finally:
-        os.environ[name] = before  # empty is as if it were not set
 
 
 def _finish(result: dict[str, Any], out: Path, as_json: bool) -> None:
