@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from selfjudge.report.charts import Chart, Point, Series
-from selfjudge.report.draw import PALETTE, draw
+from selfjudge.report.draw import PALETTE, STYLE, make_figure
 from selfjudge.report.records import task_title
 
 DOCS = Path(__file__).parent
@@ -59,4 +60,7 @@ def smollm2() -> Chart:
 
 if __name__ == "__main__":
     draw_qwen(DOCS / "qwen2.5-coder-1.5b.png")
-    (DOCS / "smollm2-135m.png").write_bytes(draw(smollm2()).png)
+    with rc_context(fname=STYLE):
+        drawn = make_figure(chart := smollm2())
+        drawn.axes[0].set_title(chart.title, fontsize=10)
+        drawn.savefig(DOCS / "smollm2-135m.png", dpi=150, facecolor="white", bbox_inches="tight")

@@ -114,9 +114,10 @@ def reproduce(
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that eval or reproduce wrote.")],
-    out: Annotated[Path, typer.Option(help="The page; figures go into a folder of its name.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="The page; tables.md is in a folder of its name.")] = Path("report.html"),
 ) -> Result:
-    """One self-contained page: a verdict, tables, trade-offs, a token viewer; figures and Markdown beside it.
+    """One self-contained page: a verdict, tables, trade-offs, a token viewer; the tables as Markdown
+    beside it.
 
     Example: selfjudge report eval --out report.html
     """
@@ -125,8 +126,7 @@ def report(
     for folder in result["left_out"]:
         warn(f"left out {folder['folder']}: {folder['why']}")
     yield result["tables"]
-    figures = f"{len(result['figures'])} figures and tables.md in {out.with_suffix('')}"
-    typer.echo(f"{out}: {result['runs']} runs, {len(result['tables'])} tables; {figures}")
+    typer.echo(f"{out}: {result['runs']} runs, {len(result['tables'])} tables, in {out.with_suffix('')} as Markdown")
 
 
 def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str]) -> None:

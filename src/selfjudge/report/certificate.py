@@ -183,6 +183,6 @@ def certificate_markdown(certificate: Mapping[str, Any]) -> str:
 def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
     """One self-contained HTML page. `examples` are answers lost and gained, with the tokens of both."""
     evidence = certificate["evidence"]
-    chart = draw(_evidence_chart(evidence, certificate["rule"])).svg if evidence else None
+    chart = draw(_evidence_chart(evidence, certificate["rule"])) if evidence else None
     forms = {"points": signed_points, "fixed": fixed}
     return render("certificate.html", **_contents(certificate), **forms, drawing=chart, examples=examples, data={})

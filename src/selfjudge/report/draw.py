@@ -1,4 +1,4 @@
-"""Charts → pictures: each is drawn once by matplotlib, as SVG for the page and as PNG for other uses.
+"""Charts → pictures: drawn by matplotlib, as SVG for the page.
 
 In the SVG text stays text, and marks have tooltips. Colours are the page's CSS variables, so light, dark and print
 need no second drawing. Colour is never the only difference: every style has its own mark and dash."""
@@ -10,7 +10,6 @@ import json
 import re
 import warnings
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,34 +37,31 @@ KEPT = ("fill", "stroke", "stroke-width", "stroke-dasharray", "text-anchor", "fo
 """Style properties that become attributes: the page's content policy forbids style attributes."""
 
 
-@dataclass(frozen=True)
-class Drawing:
-    svg: Markup
-    png: bytes
-
-
-def draw(chart: Chart) -> Drawing:
-    """The chart as SVG without its title, which the page has beside it, and as PNG with it."""
+def draw(chart: Chart) -> Markup:
+    """The chart as SVG without its title, which the page has beside it."""
     import matplotlib
-    from matplotlib.figure import Figure
 
     with matplotlib.rc_context(fname=STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # letters that matplotlib's fonts lack are boxes in the PNG
-        figure = Figure(layout="constrained")
-        axes = figure.subplots()
-        if chart.level is not None:
-            axes.axhline(chart.level, color=SOFT, linewidth=1, linestyle=(0, (2, 4)))
-        lines = [_draw_series(axes, series, f"marks-{number}") for number, series in enumerate(chart.series)]
-        axes.set(xlabel=_shorten(chart.x), ylabel=_shorten(chart.y))
-        if len(lines) > 1:
-            names = [_shorten(series.name) for series in chart.series]
-            columns = max(1, LETTERS // (max(map(len, names)) + 6))
-            figure.legend(lines, names, loc="outside lower center", ncols=columns)
-        svg = _make_svg(figure, chart)
-        axes.set_title(_shorten(chart.title, 76), fontsize=10)
-        png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=150, facecolor="white", bbox_inches="tight")
-        return Drawing(Markup(ET.tostring(svg, encoding="unicode")), png.getvalue())  # noqa: S704 - texts are escaped
+        warnings.simplefilter("ignore", UserWarning)  # letters that matplotlib's fonts lack: the page has its own
+        svg = _make_svg(make_figure(chart), chart)
+    return Markup(ET.tostring(svg, encoding="unicode"))  # noqa: S704 - texts are escaped
+
+
+def make_figure(chart: Chart) -> Figure:
+    """The chart as a figure of matplotlib, to be made and saved under the settings of STYLE."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    if chart.level is not None:
+        axes.axhline(chart.level, color=SOFT, linewidth=1, linestyle=(0, (2, 4)))
+    lines = [_draw_series(axes, series, f"marks-{number}") for number, series in enumerate(chart.series)]
+    axes.set(xlabel=_shorten(chart.x), ylabel=_shorten(chart.y))
+    if len(lines) > 1:
+        names = [_shorten(series.name) for series in chart.series]
+        columns = max(1, LETTERS // (max(map(len, names)) + 6))
+        figure.legend(lines, names, loc="outside lower center", ncols=columns)
+    return figure
 
 
 def _draw_series(axes: Axes, series: Series, name: str) -> Any:

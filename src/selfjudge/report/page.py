@@ -1,4 +1,4 @@
-"""Result folders → one self-contained HTML page, figures and tables. Reads files only; needs no torch.
+"""Result folders → one self-contained HTML page, and tables. Reads files only; needs no torch.
 
 Jinja escapes every text from a result. A content policy allows the page's script and style sheet by their hashes:
 a text that slipped through could not run or load anything. Tables and charts need no script; it adds the filter, the
@@ -6,7 +6,7 @@ theme and the token viewer."""
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import SECTIONS, make_charts
-from selfjudge.report.draw import PALETTE, Drawing, draw
+from selfjudge.report.draw import PALETTE, draw
 from selfjudge.report.formats import describe_choice
 from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
 from selfjudge.report.tables import make_tables, number_ids
@@ -30,13 +30,13 @@ TABLES = "tables.md"  # a folder that holds it is one of a report
 
 
 def report(folders: Sequence[Path], out: Path) -> Content:
-    """Write the page `out`, and beside it, in a folder of the same name, PNG figures and tables.md.
+    """Write the page `out`, and beside it, in a folder of the same name, tables.md.
 
-    Returns the rows of the tables, the names of the figures, the number of runs and what was left out."""
+    Returns the rows of the tables, the number of runs and what was left out."""
     check_page(out)
     beside = out.with_suffix("")
     if beside.is_dir() and any(beside.iterdir()) and not (beside / TABLES).is_file():
-        raise SelfJudgeError(f"{beside} is where the figures go and holds other files: name another page with `out`")
+        raise SelfJudgeError(f"{beside} is where {TABLES} goes and holds other files: name another page with `out`")
     results = read_results(folders)
     tables, verdict = make_tables(results), make_verdict(results.runs)
     by_task = {section: make_charts(results.runs, section) for section in SECTIONS}
@@ -56,27 +56,16 @@ def report(folders: Sequence[Path], out: Path) -> Content:
     )
     every = list(chain.from_iterable(tables.values()))
     try:
-        _write_beside(beside, drawings, "\n".join(table.markdown() for table in every))
+        beside.mkdir(parents=True, exist_ok=True)
+        write_text(beside / TABLES, "\n".join(table.markdown() for table in every))
         write_text(out, text)
     except OSError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}") from None
     return {
         "runs": len(results.runs),
-        "figures": [f"{name}.png" for name in drawings],
         "left_out": [{"folder": place, "why": why} for place, why in results.skipped],
         "tables": {table.id: list(table.rows) for table in every},
     }
-
-
-def _write_beside(folder: Path, drawings: Mapping[str, Drawing], tables: str) -> None:
-    """Write figures and tables; figures of an earlier report go."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for section in ("verdict", *SECTIONS):
-        for old in folder.glob(f"{section}*.png"):
-            old.unlink()
-    for name, drawing in drawings.items():
-        (folder / f"{name}.png").write_bytes(drawing.png)
-    write_text(folder / TABLES, tables)
 
 
 def render(template: str, **values: Any) -> str:
