@@ -15,7 +15,7 @@ import pytest
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.log import JsonLines
+from selfjudge.integrations.server.operation import JsonLines
 from selfjudge.models.pair import Pair
 from servers import Server
 

@@ -30,7 +30,7 @@ from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
-from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.models import device, memory

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfjudge.decoding.adjust import TokenLogprobs
 from selfjudge.integrations.asgi import RefusedError
-from selfjudge.integrations.server.logprobs import TokenTexts
+from selfjudge.integrations.server.parameters import TokenTexts
 from selfjudge.integrations.server.schema import IGNORED, UNSUPPORTED, ChatRequest, TextRequest
 
 TABLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_parameters.py"))

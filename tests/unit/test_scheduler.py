@@ -21,7 +21,7 @@ from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server import scheduler as scheduler_module
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
-from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import Scheduler, WarmUp, warm_up
 from selfjudge.models.pair import Pair

@@ -17,7 +17,7 @@ from fake_certificate import recipe_folder
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, ShadowJobs, Update
-from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import LOG, Scheduler
 from selfjudge.integrations.vllm import shadow as middleware

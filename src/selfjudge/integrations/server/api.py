@@ -23,7 +23,7 @@ from selfjudge.integrations import asgi
 from selfjudge.integrations.asgi import ASGI, RefusedError, refuse
 from selfjudge.integrations.hosts import HostNames
 from selfjudge.integrations.server.completions import Completion, Encoder
-from selfjudge.integrations.server.log import RequestLog
+from selfjudge.integrations.server.operation import RequestLog
 from selfjudge.integrations.server.playground import headers, page
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import COMPLAINTS, ChatRequest, TextRequest

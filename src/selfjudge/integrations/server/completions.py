@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,12 +26,16 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, Update
-from selfjudge.integrations.server.logprobs import TokenTexts
-from selfjudge.integrations.server.parameters import choose_sampling, is_blind, make_edits
+from selfjudge.integrations.server.parameters import TokenTexts, choose_sampling, is_blind, make_edits, read_grammar
 from selfjudge.integrations.server.rules import RuleChoice
 from selfjudge.integrations.server.scheduler import Scheduler
-from selfjudge.integrations.server.schema import ChatRequest, SelfJudgeOptions, TextRequest
-from selfjudge.integrations.server.structured import NamedTool, StructuredFields, read_grammar
+from selfjudge.integrations.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    NamedTool,
+    SelfJudgeOptions,
+    TextRequest,
+)
 from selfjudge.integrations.server.tools import CallReader, ToolFormat
 from selfjudge.models.pair import Pair
 from selfjudge.types import PHASES, Generation
@@ -65,7 +69,7 @@ class Encoder:
         encode = partial(pair.encode, prompt, raw=isinstance(prompt, str), variables=template)
         return await asyncio.get_running_loop().run_in_executor(thread, encode)
 
-    async def compile(self, body: StructuredFields) -> Grammar | None:
+    async def compile(self, body: CompletionRequest) -> Grammar | None:
         """The grammar of a request's answers."""
         if not body.is_formed:
             return None
@@ -99,8 +103,8 @@ class Completion:
         self.jobs = [self._make_job(prompt, sampling, seed) for prompt in self.prompts for seed in seeds]
         for number, job in enumerate(self.jobs):
             job.send = partial(self._send, asyncio.get_running_loop(), number)
-        written = self.encoder.tool_format if isinstance(self.body, ChatRequest) and self.body.usable_tools else None
-        self.readers = [CallReader(written) for _ in self.jobs] if written else []
+        written = self.encoder.tool_format
+        self.readers = [CallReader(written) for _ in self.jobs] if written and self.body.usable_tools else []
         self.request.state.mode = self.jobs[0].choice.mode  # for the guard's count
         self.scheduler.submit(*self.jobs)
         self.watch = asyncio.ensure_future(self._watch_client())
@@ -116,7 +120,8 @@ class Completion:
         """Token ids of the prompts."""
         if isinstance(self.body, TextRequest):
             return [await self._encode_prompt(prompt) for prompt in self.body.prompt]
-        messages, tools = [message.plain() for message in self.body.messages], self.body.template_tools
+        messages = [message.plain() for message in self.body.messages]
+        tools = [tool.plain() for tool in self.body.usable_tools]
         if self.encoder.tool_format is not None:
             messages = self.encoder.tool_format.messages(messages, tools)
         more = [tools, *(message.get("tool_calls", "") for message in messages)]
@@ -205,14 +210,14 @@ class Completion:
     async def _watch_client(self) -> None:
         """Give the jobs up when the client goes away or the time is over."""
         waited = time.perf_counter() - self.jobs[0].arrived
+        why: Failure = "cancelled"
         try:
             async with asyncio.timeout(self.config.timeout - waited):
                 while (await self.request.receive())["type"] != "http.disconnect":
                     pass
         except TimeoutError:
-            self._cancel("timeout")
-        else:
-            self._cancel("cancelled")
+            why = "timeout"
+        self._cancel(why)
 
     def _cancel(self, why: Failure) -> None:
         for job in self.jobs:
@@ -223,16 +228,23 @@ class Completion:
         self.watch.cancel()
         self._cancel("cancelled")
 
+    async def _next(self) -> tuple[int, Update]:
+        """What is new about one of the jobs, by its number, or a RefusedError."""
+        number, update = await self.updates.get()
+        if update.failure:
+            raise RefusedError(*FAILURES[update.failure])
+        for edit in self.jobs[number].edits if update.result is not None else ():
+            if isinstance(edit, Grammar) and edit.error:
+                raise RefusedError(400, f"the schema or grammar was given up in the middle of an answer: {edit.error}")
+        return number, update
+
     async def _whole(self) -> Fields:
         """The answers in one piece."""
         results: dict[int, Generation] = {}
         try:
             while len(results) < len(self.jobs):
-                number, update = await self.updates.get()
-                if update.failure:
-                    raise RefusedError(*FAILURES[update.failure])
+                number, update = await self._next()
                 if update.result is not None:
-                    self._check_grammar(number)
                     results[number] = update.result
         finally:
             self._end()
@@ -258,18 +270,17 @@ class Completion:
                 if self.chat or echo:
                     yield self._tell(number, {"role": "assistant", "content": echo})
             while len(results) < len(self.jobs):
-                number, update = await self.updates.get()
+                number, update = await self._next()
                 if update.text or update.pieces:
                     delta, *others = self._deltas(number, update.text) or [{}]
                     more = _describe_tokens(update) if self.options.tokens else {}
                     yield self._tell(number, delta, logprobs=self._read_logprobs(number, len(update.pieces)), **more)
-                    yield self._tell_all(number, others)
-                if update.failure:
-                    raise RefusedError(*FAILURES[update.failure])
+                    for delta in others:
+                        yield self._tell(number, delta)
                 if (result := update.result) is not None:
                     results.append(result)
-                    self._check_grammar(number)
-                    yield self._tell_all(number, self._deltas(number, "", last=True))
+                    for delta in self._deltas(number, "", last=True):
+                        yield self._tell(number, delta)
                     yield self._tell(number, {}, self._finish(number, result), selfjudge=self._describe(number, result))
             if usage:
                 yield _event(self.head, choices=[], usage=self._usage(results))
@@ -279,18 +290,10 @@ class Completion:
         finally:
             self._end()
 
-    def _check_grammar(self, number: int) -> None:
-        for edit in self.jobs[number].edits:
-            if isinstance(edit, Grammar) and edit.error:
-                raise RefusedError(400, f"the schema or grammar was given up in the middle of an answer: {edit.error}")
-
     def _message(self, number: int, result: Generation) -> Fields:
         """The message of an answer, put together from what would be streamed."""
-        message: Fields = {
-            "role": "assistant",
-            "content": None if self.readers else self._echo(number),
-            "refusal": None,
-        }
+        content = None if self.readers else self._echo(number)
+        message: Fields = {"role": "assistant", "content": content, "refusal": None}
         for delta in self._deltas(number, result.text, last=True):
             if "content" in delta:
                 message["content"] = (message["content"] or "") + delta["content"]
@@ -314,9 +317,6 @@ class Completion:
             return "length"
         called = self.readers and self.readers[number].calls
         return "tool_calls" if called and not isinstance(getattr(self.body, "tool_choice", None), NamedTool) else "stop"
-
-    def _tell_all(self, number: int, deltas: Sequence[Fields]) -> str:
-        return "".join(self._tell(number, delta) for delta in deltas)
 
     def _tell(
         self, number: int, delta: Fields, finish: str | None = None, logprobs: Fields | None = None, **more: Any

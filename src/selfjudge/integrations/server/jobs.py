@@ -10,7 +10,7 @@ from typing import Literal
 from selfjudge.decoding.adjust import LogProbabilities
 from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.rule_parser import RuleRequest
-from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import RuleChoice, Rules
 from selfjudge.store.load import LoadWatch
 from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from selfjudge.integrations.asgi import error_body
 from selfjudge.integrations.server.api import make_app
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.log import configure_log
+from selfjudge.integrations.server.operation import configure_log
 from selfjudge.integrations.server.playground import describe
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.tune.recipe import Recipe

@@ -24,7 +24,7 @@ from selfjudge.engine.select import PairEngines
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, ShadowJobs, Update
-from selfjudge.integrations.server.metrics import MODES, Metrics
+from selfjudge.integrations.server.operation import MODES, Metrics
 from selfjudge.integrations.server.rules import BatchKey, RuleChoice, Rules
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair

@@ -1,23 +1,22 @@
-"""Bodies of requests, as OpenAI's clients send them.
+"""Bodies of requests, as OpenAI's and vLLM's clients send them.
 
 What would change an answer and is not supported is refused by name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
 from selfjudge.decoding.rule_parser import STRICT, RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import EMPTY_PROMPT
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.structured import FailFast, Strict, StructuredFields, ToolCall, ToolFields
-from selfjudge.store import read_asset
+from selfjudge.store import parse_json, read_asset
 
 _FIELDS = json.loads(read_asset(__package__, "openai.json"))
 IGNORED: dict[str, str] = _FIELDS["ignored"]  # fields of OpenAI's API that are accepted and change nothing, and why
@@ -25,6 +24,12 @@ UNSUPPORTED: dict[str, list[Any]] = _FIELDS["unsupported"]
 """Fields that are not supported, and the values at which they change nothing."""
 COMPLAINTS: dict[str, str] = _FIELDS["complaints"]
 """Kinds of pydantic's complaints that its own words describe by its classes, or otherwise than our settings do."""
+
+
+MOST_ANSWERS = 128  # prompts of a request, answers to each, and both together
+MOST_TOKENS = 1024  # tokens that `logit_bias` and `stop_token_ids` may name
+MOST_TOOLS, MOST_CHOICES = 128, 1024
+ANY_OBJECT = {"type": "object"}
 
 
 def _within(config: type, name: str) -> Any:
@@ -62,10 +67,98 @@ def _read_bias(value: Any) -> Any:
     return {int(token): float(bias) for token, bias in value.items()}
 
 
-MOST_ANSWERS = 128  # prompts of a request, answers to each, and both together
-MOST_TOKENS = 1024  # tokens that `logit_bias` and `stop_token_ids` may name
+def _read_schema(value: Any) -> Any:
+    return parse_json(value) if isinstance(value, str) else value  # vLLM's clients may send text
+
+
+T = TypeVar("T")
+FailFast = Annotated[T, Field(fail_fast=True)]
+"""A list that is refused at its first wrong element: errors of a million elements would take seconds."""
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Schema = Annotated[dict[str, Any] | None, BeforeValidator(_read_schema)]
+Choices = Annotated[FailFast[list[str]], Field(min_length=1, max_length=MOST_CHOICES)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SchemaFormat(Strict):
+    name: Name
+    description: str | None = None
+    content: Schema = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field of that name."""
+
+    content: Schema = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class FunctionSpec(Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Strict):
+    type: Literal["function"]
+    function: FunctionSpec
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates want it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class FunctionName(Strict):
+    name: Name
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call that an earlier answer has made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates want it: with arguments as an object, where they are one."""
+        arguments: Any = self.function.arguments
+        with suppress(ValueError):
+            arguments = parse_json(arguments or "{}")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class AnswerForm(NamedTuple):
+    """What the answers of a request look like; the first field is the parameter that asks for it."""
+
+    param: str
+    kind: str  # of `grammar_text`
+    value: Any
+    strict: bool = True
 
 
 class SelfJudgeOptions(Strict):
@@ -137,7 +230,7 @@ class ChatMessage(Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.text, **called, **answered}
 
 
-class CompletionRequest(StructuredFields):
+class CompletionRequest(Strict):
     """What both endpoints have in common."""
 
     model: str | None = None
@@ -167,6 +260,12 @@ class CompletionRequest(StructuredFields):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     selfjudge: SelfJudgeOptions | None = None
 
     @model_validator(mode="before")
@@ -183,26 +282,53 @@ class CompletionRequest(StructuredFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionRequest:
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        origins = self.selfjudge is not None and self.selfjudge.tokens
-        for name, refused, why in (
-            ("max_tokens", len(limits) > 1, "and max_completion_tokens are the same limit: give one"),
-            ("stream_options", self.stream_options is not None and not self.stream, "needs stream: true"),
-            ("selfjudge.tokens", origins and not self.stream, "needs stream: true"),
-            ("min_tokens", bool(self.min_tokens and self.stop), "does not know of stop strings: give stop_token_ids"),
-            ("min_tokens", bool(self.min_tokens) and self.is_formed, "does not go with a schema, a grammar or tools"),
-            ("ignore_eos", bool(self.ignore_eos) and self.is_formed, "does not go with a schema, a grammar or tools"),
-            ("min_tokens", bool(limits and (self.min_tokens or 0) > max(limits)), "is more than max_tokens"),
-            *self.form_conflicts(),
-            *self._own_conflicts(),
-        ):
+        for name, refused, why in self._conflicts():
             if refused:
                 raise RefusedError(400, f"{name} {why}", param=name)
         return self
 
-    def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
-        """Fields of this endpoint that do not fit together."""
-        return ()
+    def _conflicts(self) -> list[tuple[str, bool, str]]:
+        """Fields that may not fit together: the one that is named, whether it is refused, and why."""
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        origins, wanted, forms = self.selfjudge is not None and self.selfjudge.tokens, self.response_format, self.forms
+        lacks = wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None
+        formed = "does not go with a schema, a grammar or tools"
+        return [
+            ("max_tokens", len(limits) > 1, "and max_completion_tokens are the same limit: give one"),
+            ("stream_options", self.stream_options is not None and not self.stream, "needs stream: true"),
+            ("selfjudge.tokens", origins and not self.stream, "needs stream: true"),
+            ("min_tokens", bool(self.min_tokens and self.stop), "does not know of stop strings: give stop_token_ids"),
+            ("min_tokens", bool(self.min_tokens) and self.is_formed, formed),
+            ("ignore_eos", bool(self.ignore_eos) and self.is_formed, formed),
+            ("min_tokens", bool(limits and (self.min_tokens or 0) > max(limits)), "is more than max_tokens"),
+            ("response_format", lacks, "of type json_schema needs json_schema"),
+            (forms[-1].param if forms else "", len(forms) > 1, "is a second form of the answer: give one"),
+        ]
+
+    @property
+    def forms(self) -> list[AnswerForm]:
+        """All forms that are asked for; at most one is not refused."""
+        wanted = self.response_format
+        outputs = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
+        forms = [AnswerForm("structured_outputs", "json", ANY_OBJECT)] if outputs.pop("json_object", False) else []
+        if wanted is not None and wanted.type == "json_object":
+            forms.append(AnswerForm("response_format", "json", ANY_OBJECT))
+        elif wanted is not None and wanted.type == "json_schema" and (named := wanted.json_schema) is not None:
+            forms.append(AnswerForm("response_format", "json", named.content or {}, bool(named.strict)))
+        forms += [AnswerForm("structured_outputs", kind, value) for kind, value in outputs.items()]
+        for kind in ("json", "regex", "choice", "grammar"):
+            forms.append(AnswerForm(f"guided_{kind}", kind, getattr(self, f"guided_{kind}")))
+        return [form for form in forms if form.value is not None]
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether a grammar constrains the answer."""
+        return bool(self.forms or self.usable_tools)
+
+    @property
+    def usable_tools(self) -> list[ToolSpec]:
+        """The tools that the answer may call."""
+        return []
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -210,16 +336,33 @@ class CompletionRequest(StructuredFields):
         return None
 
 
-class ChatRequest(ToolFields, CompletionRequest):
+class ChatRequest(CompletionRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[FailFast[list[ToolSpec]], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None], Field(max_length=16)] | None = None
 
-    def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
-        return [("top_logprobs", bool(self.top_logprobs) and not self.logprobs, "needs logprobs: true")]
+    def _conflicts(self) -> list[tuple[str, bool, str]]:
+        names, usable = [tool.function.name for tool in self.tools or []], bool(self.usable_tools)
+        needed, other = self.tool_choice not in (None, "none", "auto"), any(form.kind != "json" for form in self.forms)
+        return [
+            *super()._conflicts(),
+            ("tools", len({*names}) < len(names), "name a function twice"),
+            ("tool_choice", needed and not usable, "needs tools, and names one of them"),
+            ("tools", usable and other, "go with JSON schemas, not with other grammars"),
+            ("top_logprobs", bool(self.top_logprobs) and not self.logprobs, "needs logprobs: true"),
+        ]
+
+    @property
+    def usable_tools(self) -> list[ToolSpec]:
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool for tool in tools if named in (None, tool.function.name)]
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -244,11 +387,14 @@ class TextRequest(CompletionRequest):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
 
-    def _own_conflicts(self) -> Sequence[tuple[str, bool, str]]:
-        answers = len(self.prompt) * (self.n or 1)
+    def _conflicts(self) -> list[tuple[str, bool, str]]:
+        answers, streamed = len(self.prompt) * (self.n or 1), bool(self.echo and self.stream)
         many = f"times prompts is {answers}, and a request has at most {MOST_ANSWERS} answers"
-        streamed = bool(self.echo and self.stream) and self.logprobs is not None
-        return [("n", answers > MOST_ANSWERS, many), ("echo", streamed, "with logprobs does not stream")]
+        return [
+            *super()._conflicts(),
+            ("n", answers > MOST_ANSWERS, many),
+            ("echo", streamed and self.logprobs is not None, "with logprobs does not stream"),
+        ]
 
     @property
     def wanted_logprobs(self) -> int | None:
