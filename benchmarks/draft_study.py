@@ -22,7 +22,7 @@ from selfjudge.distill.learners import Student, StudentLearner
 from selfjudge.distill.pipeline import export_student
 from selfjudge.distill.train import Trainer
 from selfjudge.models.convert import draft_model
-from selfjudge.models.loaded import Draft
+from selfjudge.models.load import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, write_json
 

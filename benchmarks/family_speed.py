@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from selfjudge.engine.select import choose_kind
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.device import choose_device
-from selfjudge.models.load import choose_dtype
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target, choose_dtype
 from selfjudge.models.shape import FAMILIES
 from selfjudge.store import measured_on, write_json
 

@@ -25,7 +25,7 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_draft, borrow_engine
-from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.load import Draft, Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on, write_json

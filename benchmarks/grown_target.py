@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from selfjudge.models.eagle import EagleHead
-from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.eagle import EagleHead, write_head
+from selfjudge.models.load import Draft, Target
 from selfjudge.models.pair import Pair
-from selfjudge.models.speculators import write_head
 
 DOUBLED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 FAMILIES = ("llama", "qwen2")

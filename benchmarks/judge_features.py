@@ -29,8 +29,8 @@ from selfjudge.models.eagle import auxiliary_layers
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, read_rows, write_json
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import fit_linear, predict
 from selfjudge.train.holdout import roc_auc
+from selfjudge.train.pipeline import fit_linear, predict
 
 TOKENS = {"cuda": 131072}  # of a pass
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfjudge.models.catalogue import is_head
-from selfjudge.models.speculators import COMPACT
+from selfjudge.models.eagle import COMPACT
 from selfjudge.models.weights import quantise
 from selfjudge.store import write_json
 
@@ -41,7 +41,7 @@ def pack_student(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folde
 
 
 def pack_head(source: Path, folder: Path) -> int:
-    """Write the head of a folder as `models.speculators` reads compact ones; the bytes of its tensors."""
+    """Write the head of a folder as `models.eagle` reads compact ones; the bytes of its tensors."""
     tensors = load_file(source / "model.safetensors")
     packed: dict[str, Tensor] = {}
     for name in sorted(tensors.keys() - {"lm_head.weight", "d2t", "t2d"}):

@@ -39,7 +39,7 @@ from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, comp
 from selfjudge.evaluate.config import NULL, EvalConfig, RuleRun, TaskExamples, plan_runs
 from selfjudge.evaluate.execute import make_sample
 from selfjudge.judge.model import Judge
-from selfjudge.models.loaded import Draft
+from selfjudge.models.load import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, read_json, read_rows, write_json, write_rows
 from selfjudge.tasks import Row

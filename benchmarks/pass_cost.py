@@ -26,8 +26,7 @@ from selfjudge.engine.cpu.weights import packed_weights
 from selfjudge.engine.draft import EagleDraft
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.models.device import choose_device
-from selfjudge.models.load import choose_dtype
-from selfjudge.models.loaded import LoadedModel, Target, as_loaded
+from selfjudge.models.load import LoadedModel, Target, as_loaded, choose_dtype
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
 

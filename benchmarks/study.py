@@ -26,8 +26,8 @@ from selfjudge.label.score import sum_scores
 from selfjudge.store import measured_on, write_json
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import GRID, Fitted, fit_linear, predict
 from selfjudge.train.holdout import roc_auc
+from selfjudge.train.pipeline import GRID, Fitted, fit_linear, predict
 
 POINTS = 10
 LENGTHS = (0, 5, 10, 20)

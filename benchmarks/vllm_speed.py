@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import first_line
 from selfjudge.integrations.vllm import approval
-from selfjudge.integrations.vllm.answers import request_options
+from selfjudge.integrations.vllm.backend import request_options
 from selfjudge.integrations.vllm.config import KEY, WORKER
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED

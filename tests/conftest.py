@@ -196,8 +196,8 @@ def tiny_pair(checkpoints: dict[str, str]) -> Pair:
 @pytest.fixture(scope="session")
 def head_folder(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head for the target of `checkpoints`."""
+    from selfjudge.models.eagle import write_head
     from selfjudge.models.pair import Pair
-    from selfjudge.models.speculators import write_head
 
     pair, folder = Pair.load(checkpoints["target"], device="cpu", needs_draft=False), tmp_path_factory.mktemp("head")
     head = tiny_head(pair.target)

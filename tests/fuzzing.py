@@ -127,7 +127,7 @@ class Mutants:
 
         from selfjudge.engine.select import make_engine
         from selfjudge.models.gguf import open_model
-        from selfjudge.models.loaded import Target
+        from selfjudge.models.load import Target
 
         content = (self.root / f"{dice.randrange(2)}.gguf").read_bytes()
         path = self.root / "mutant.gguf"

@@ -19,7 +19,7 @@ from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.loaded import as_draft
+from selfjudge.models.load import as_draft
 from selfjudge.types import Block
 
 

@@ -17,8 +17,7 @@ from fake_certificate import recipe_folder, tamper
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.convert import quiet
-from selfjudge.models.eagle import EagleHead
-from selfjudge.models.speculators import write_head
+from selfjudge.models.eagle import EagleHead, write_head
 
 Commands = dict[str, list[str]]
 

@@ -21,7 +21,7 @@ from selfjudge.distill.config import Schedule
 from selfjudge.distill.train import Trainer
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import load_classifier
-from selfjudge.integrations.vllm.label import _outline
+from selfjudge.integrations.vllm.backend import _outline
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.convert import gguf_tokenizer, shipped_draft

@@ -22,8 +22,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import GgufFile, open_model
-from selfjudge.models.load import Loader
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Loader, Target
 from servers import Server, servers
 
 TEMPLATE = {"tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}

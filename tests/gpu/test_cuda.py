@@ -38,7 +38,7 @@ from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig, feature_width
 from selfjudge.judge.model import Judge
-from selfjudge.models.loaded import Draft, Target, as_draft
+from selfjudge.models.load import Draft, Target, as_draft
 from selfjudge.models.pair import Pair
 from selfjudge.ops import argmax_checked, has_non_finite, replace_non_finite
 

@@ -20,7 +20,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.label.methods import predict_draft_tokens
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.catalogue import EMBEDDED
-from selfjudge.models.loaded import Draft
+from selfjudge.models.load import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import _part, checkpoint_folder
 from selfjudge.prompts.sources import BUILT_IN

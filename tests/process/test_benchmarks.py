@@ -29,7 +29,7 @@ from fake_labels import SUFFIX, label_folder
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.score import sum_scores
-from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.load import Draft, Target
 from selfjudge.models.pair import Pair
 from selfjudge.report.records import read_results
 

@@ -28,7 +28,7 @@ from selfjudge.distill.learners import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, shipped_draft
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.weights import read_packed
 from selfjudge.prompts.sources import Source

@@ -35,10 +35,9 @@ from selfjudge.distill.learners import (
 )
 from selfjudge.distill.pipeline import distill_draft
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.eagle import EagleConfig
-from selfjudge.models.loaded import Target
+from selfjudge.models.eagle import EagleConfig, load_head
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
-from selfjudge.models.speculators import load_head
 from selfjudge.prompts.self_written import OPENINGS, Writer
 from selfjudge.prompts.sources import SELF
 from selfjudge.store import read_tensors

@@ -28,7 +28,7 @@ from selfjudge.distill.pipeline import distill_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import shipped_draft
 from selfjudge.models.gguf import GgufFile
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_tensors
 

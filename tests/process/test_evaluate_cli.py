@@ -18,7 +18,7 @@ from selfjudge.cli.options import Options, with_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import ReproduceConfig, reproduce_paper
 from selfjudge.evaluate.config import PRESETS, Preset
-from selfjudge.evaluate.reproduce import train_judges
+from selfjudge.evaluate.pipeline import train_judges
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
@@ -149,7 +149,7 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "quick", preset)
         patch.setattr(
-            "selfjudge.evaluate.reproduce.find_shipped_tau", lambda *_: {"tau": -20.0}
+            "selfjudge.evaluate.pipeline.find_shipped_tau", lambda *_: {"tau": -20.0}
         )  # a tiny random model answers nothing
         patch.setattr(
             "selfjudge.label.config.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
@@ -185,7 +185,7 @@ def test_a_judge_that_cannot_be_trained_is_left_out(
     monkeypatch.setattr("selfjudge.prompts.sources.load_prompts", given)
     monkeypatch.setattr("selfjudge.prompts.self_written.load_prompts", given)
     monkeypatch.setattr("selfjudge.label.config.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
-    monkeypatch.setattr("selfjudge.evaluate.reproduce.train_judge", _refusing(train_judge, "paper"))
+    monkeypatch.setattr("selfjudge.evaluate.pipeline.train_judge", _refusing(train_judge, "paper"))
     preset = Preset(("gsm8k", "livecodebench"), (), (), ("livecodebench",), label_tokens=40)
     folder = tmp_path / "labels"
     label_pair(tiny_pair, folder, LabelConfig(prompts=preset.prompts, max_new_tokens=40))
@@ -213,7 +213,7 @@ def test_the_released_method_stands_beside_the_printed_one(tiny_pair: Pair, aske
     config = ReproduceConfig("released", prompts=here, tasks=here, limit=3, max_new_tokens=30, batch=8)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfjudge.evaluate.reproduce.find_shipped_tau", lambda *_: {"tau": -20.0})
+        patch.setattr("selfjudge.evaluate.pipeline.find_shipped_tau", lambda *_: {"tau": -20.0})
         patch.setattr("selfjudge.label.config.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
         reproduce_paper(tiny_pair, tmp_path / "out", config, warn=said.append)
     judges = {path.parent.name: read_json(path) for path in (tmp_path / "out" / "judges").glob("*/config.json")}

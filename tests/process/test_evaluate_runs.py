@@ -24,7 +24,7 @@ from selfjudge.evaluate import EvalConfig, evaluate_rules, execute
 from selfjudge.evaluate.execute import TorchAnswerer
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import open_model
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows, write_rows
 from selfjudge.store.load import LoadWatch

@@ -18,7 +18,7 @@ from selfjudge.label.checks import OutcomeCheck, decode_many
 from selfjudge.label.folder import read_manifest, read_responses, read_shards, summarise_labels
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import sum_scores
-from selfjudge.models.loaded import Draft
+from selfjudge.models.load import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import read_prompts
 from selfjudge.store import read_rows

@@ -19,7 +19,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.train import dataset as reading
 from selfjudge.train.dataset import PARTS, Chunk, LabelledRows
-from selfjudge.train.fit import GRID, LOOSE, Scaler, fit_linear, fit_logistic, predict
+from selfjudge.train.pipeline import GRID, LOOSE, Scaler, fit_linear, fit_logistic, predict
 
 
 def pieces(x: Tensor, y: Tensor, size: int = 97) -> Callable[[], Iterable[Chunk]]:

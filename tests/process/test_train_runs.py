@@ -22,9 +22,8 @@ from selfjudge.judge.model import Judge
 from selfjudge.store import read_json, sha256, write_json
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import fit_linear, predict
 from selfjudge.train.holdout import compute_quality_curve, find_thresholds, roc_auc
-from selfjudge.train.pipeline import train_judge
+from selfjudge.train.pipeline import fit_linear, predict, train_judge
 from selfjudge.types import Block
 
 

@@ -17,7 +17,7 @@ from selfjudge.label.checks import Original, OutcomeCheck, Substitution, compare
 from selfjudge.label.methods import MARGINS, compute_margins, draw_cases, draw_places
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import Case
-from selfjudge.models.loaded import Draft
+from selfjudge.models.load import Draft
 from selfjudge.models.pair import Pair
 
 

@@ -30,7 +30,7 @@ from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.loaded import as_draft
+from selfjudge.models.load import as_draft
 from selfjudge.types import Step
 
 KIND = "reference"

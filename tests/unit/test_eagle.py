@@ -20,9 +20,17 @@ from transformers.cache_utils import DynamicCache
 from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import is_head
-from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states
+from selfjudge.models.eagle import (
+    COMPACT,
+    EagleConfig,
+    EagleHead,
+    auxiliary_layers,
+    captured_states,
+    load_head,
+    read_head,
+    write_head,
+)
 from selfjudge.models.pull import weights_sha256
-from selfjudge.models.speculators import COMPACT, load_head, read_head, write_head
 from selfjudge.models.weights import dequantise, quantise, unpack_six
 from selfjudge.store import read_tensors, write_tensors
 

@@ -21,7 +21,7 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact, Margin, SpeculativeS
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
-from selfjudge.models.loaded import as_draft
+from selfjudge.models.load import as_draft
 
 TARGET = tiny_model(seed=1)
 SMALL = tiny_model(seed=2)

@@ -30,7 +30,7 @@ from selfjudge.evaluate.likelihood import make_example_rows
 from selfjudge.evaluate.pipeline import _warn_learnt, evaluate_rules
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
 from selfjudge.tasks import load_task

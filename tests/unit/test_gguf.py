@@ -29,11 +29,10 @@ from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import make_proxy
 from selfjudge.models import convert, device as memory, load as loading
-from selfjudge.models.eagle import EagleHead
+from selfjudge.models.eagle import EagleHead, load_head, write_head
 from selfjudge.models.gguf import BLOCKS, RECODED, GgufFile, TensorInfo, open_model
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
-from selfjudge.models.speculators import load_head, write_head
 
 MIXED = {
     "bias": "F32", "_norm": "F32", "ffn_down": "Q5_1", "ffn_up": "F16", "attn_v": "Q8_0", "token_embd": "Q8_0",

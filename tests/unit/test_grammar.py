@@ -21,7 +21,7 @@ from selfjudge.decoding.rules import Exact, Margin
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.loaded import as_draft
+from selfjudge.models.load import as_draft
 from selfjudge.models.pair import Pair
 from spelling import save_spellers
 

@@ -14,7 +14,7 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import TopK
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
-from selfjudge.models.loaded import as_draft
+from selfjudge.models.load import as_draft
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -25,7 +25,7 @@ from selfjudge.label.methods import (
 )
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import Scorer
-from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.load import Draft, Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source, apply_limit, read_prompts
 from selfjudge.store import write_tensors

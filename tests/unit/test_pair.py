@@ -16,7 +16,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import find_shipped_tau
 from selfjudge.models.catalogue import draft_for, shipped_draft
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import weights_sha256
 

@@ -19,7 +19,7 @@ from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.prefixes import PrefixStore, count_positions, open_store
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 
 KINDS = ["cpu", "cuda"]

@@ -15,11 +15,11 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.answers import PartialAnswer, request_options
+from selfjudge.integrations.vllm.backend import PartialAnswer, request_options
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.label.methods import compute_margins
 from selfjudge.label.score import Case
-from selfjudge.models.loaded import Target
+from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 
 RULES = ("margin:0.5,guard=on", "margin:price=0.2,guard=on", "topk:3,guard=on", "fly:0.3,2,guard=on", "judged:0.4", "judged:price=0.1")  # fmt: skip

@@ -29,7 +29,7 @@ from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.models.loaded import as_draft
+from selfjudge.models.load import as_draft
 from selfjudge.types import Block, Emission, Step
 
 KINDS = ("reference", "cpu", "cuda")

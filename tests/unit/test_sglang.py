@@ -18,9 +18,8 @@ from conftest import tiny_head, tiny_model
 from fake_certificate import recipe_folder
 from selfjudge.cli.main import app
 from selfjudge.integrations.vllm.config import WORKER
-from selfjudge.models.eagle import EagleHead
+from selfjudge.models.eagle import EagleHead, read_head, write_head
 from selfjudge.models.pair import Pair
-from selfjudge.models.speculators import read_head, write_head
 
 
 @pytest.fixture

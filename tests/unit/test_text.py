@@ -21,7 +21,7 @@ from selfjudge.engine import select
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models import load as loading
-from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.load import Draft, Target
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
 

@@ -20,9 +20,8 @@ from selfjudge.judge.model import Judge
 from selfjudge.store import read_json, write_json
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import Fitted, fit_linear
 from selfjudge.train.holdout import format_card
-from selfjudge.train.pipeline import load_rows, make_judge_config, measure_on_holdout
+from selfjudge.train.pipeline import Fitted, fit_linear, load_rows, make_judge_config, measure_on_holdout
 
 
 @pytest.fixture(scope="module")

@@ -27,16 +27,16 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval
+from selfjudge.integrations.vllm.backend import outline_pair
 from selfjudge.integrations.vllm.config import RequestRules, parse_object, read_settings, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts
-from selfjudge.integrations.vllm.label import outline_pair
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan
 from selfjudge.integrations.vllm.serve import RUNNER, choose_runner
 from selfjudge.integrations.vllm.signatures import adapter_of
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
+from selfjudge.models.eagle import write_head
 from selfjudge.models.pair import Pair, export_head
-from selfjudge.models.speculators import write_head
 from selfjudge.ops import argmax_checked
 from selfjudge.store import fingerprint
 from selfjudge.types import Block

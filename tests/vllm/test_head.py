@@ -19,10 +19,10 @@ from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
-from selfjudge.models.loaded import as_draft
+from selfjudge.models.eagle import write_head
+from selfjudge.models.load import as_draft
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import checkpoint_folder
-from selfjudge.models.speculators import write_head
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.types import Block, Verdict
 

@@ -287,7 +287,7 @@ class BackendOptions:
         """The pair without the target's weights, and vLLM, which has them; `judge` is the first that it will need."""
         pair, model, options = self.outline(models)
 
-        from selfjudge.integrations.vllm.answers import VllmAnswerer
+        from selfjudge.integrations.vllm.backend import VllmAnswerer
 
         source = judge or models.shipped_judge
         first = None if source is None else selfjudge.Judge.from_pretrained(source)
@@ -303,7 +303,7 @@ class BackendOptions:
             raise SelfJudgeError("with --backend vllm use --engine-options '{\"gpu_memory_utilization\": 0.9}'")
         models.announce()
         with waiting(f"loading {models.name} for vLLM …"):
-            from selfjudge.integrations.vllm.label import outline_pair
+            from selfjudge.integrations.vllm.backend import outline_pair
 
             options = parse_object(self.engine_options or "{}", "`engine_options`")
             pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)

@@ -62,7 +62,7 @@ def _load_pair(where: BackendOptions, models: PairOptions) -> selfjudge.Pair:
         models = replace(models, draft=f"{models.name}/draft")
     pair, model, options = where.outline(models)
 
-    from selfjudge.integrations.vllm.label import VllmBackend
+    from selfjudge.integrations.vllm.backend import VllmBackend
 
     VllmBackend(pair, model, options)  # it is the remote engine of the pair's target from now on
     return pair

@@ -15,7 +15,7 @@ from selfjudge.engine.cuda.engine import why_not
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_engine
 from selfjudge.models.device import free_memory
-from selfjudge.models.loaded import LoadedModel, Target, as_loaded
+from selfjudge.models.load import LoadedModel, Target, as_loaded
 from selfjudge.models.memory import measure_need
 from selfjudge.types import FINISHES, Finish, TokenColumn
 

@@ -27,8 +27,7 @@ from selfjudge.distill.config import HEAD, DistillConfig
 from selfjudge.distill.data import MEASURE_TOKENS, Corpus, Dataset
 from selfjudge.distill.train import HeldOutScore, with_gradients
 from selfjudge.engine.teacher_forced import sdpa_without_cudnn
-from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states
-from selfjudge.models.speculators import write_head
+from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states, write_head
 
 LOSS_ROWS = 8192  # rows of logits of a student at a time
 DECAY = 0.8  # weight of a step in the loss over that of the step before

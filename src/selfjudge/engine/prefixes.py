@@ -13,7 +13,7 @@ from threading import Lock
 from torch import Tensor
 
 from selfjudge.models.device import free_memory, parse_memory
-from selfjudge.models.loaded import LoadedModel
+from selfjudge.models.load import LoadedModel
 
 BLOCK = 32  # tokens
 

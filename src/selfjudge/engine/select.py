@@ -22,7 +22,7 @@ from selfjudge.engine.reference import ReferenceEngine, ReferenceHead
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import dequantise
 from selfjudge.models.eagle import EagleHead, decoder_layers
-from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
+from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
 from selfjudge.ops import has_non_finite
 from selfjudge.store import machine, versions

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from selfjudge.models.eagle import EagleHead, captured_states
-from selfjudge.models.loaded import LoadedModel, Target, as_loaded
+from selfjudge.models.load import LoadedModel, Target, as_loaded
 from selfjudge.models.tokens import context_window
 
 GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA

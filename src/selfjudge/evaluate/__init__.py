@@ -6,7 +6,6 @@ from selfjudge.types import lazy_exports
 
 if TYPE_CHECKING:
     from selfjudge.evaluate.config import EvalConfig as EvalConfig, ReproduceConfig as ReproduceConfig
-    from selfjudge.evaluate.pipeline import evaluate_rules as evaluate_rules
-    from selfjudge.evaluate.reproduce import reproduce_paper as reproduce_paper
+    from selfjudge.evaluate.pipeline import evaluate_rules as evaluate_rules, reproduce_paper as reproduce_paper
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

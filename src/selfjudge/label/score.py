@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from selfjudge.engine.reference import attention_kinds
 from selfjudge.engine.teacher_forced import choose_width, log_probabilities, logit_rows, logits_of, sdpa_without_cudnn
-from selfjudge.models.loaded import LoadedModel, as_loaded
+from selfjudge.models.load import LoadedModel, as_loaded
 from selfjudge.models.tokens import context_window
 from selfjudge.types import Tell, ignore
 

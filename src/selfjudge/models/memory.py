@@ -14,10 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import check_hub, check_reference, find_embedded, head_folder
 from selfjudge.models.convert import quiet
-from selfjudge.models.eagle import EagleHead
+from selfjudge.models.eagle import EagleHead, read_shape
 from selfjudge.models.gguf import GgufFile, gguf_file, open_model
 from selfjudge.models.shape import UnknownShapeError, describe, head_width, kernel_width
-from selfjudge.models.speculators import read_shape
 from selfjudge.store import home, hub_options
 
 INT8 = 8

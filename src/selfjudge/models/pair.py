@@ -16,11 +16,9 @@ from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder, shipped_draft
 from selfjudge.models.device import limit_memory
-from selfjudge.models.eagle import EagleHead
-from selfjudge.models.load import Loader
-from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.eagle import COMPACT, FORMAT, EagleHead, write_head
+from selfjudge.models.load import Draft, Loader, Target
 from selfjudge.models.pull import served_reference
-from selfjudge.models.speculators import COMPACT, FORMAT, write_head
 from selfjudge.models.tokens import context_window, end_ids, special_ids
 from selfjudge.store import fingerprint, home, locked
 from selfjudge.types import Notify

@@ -13,7 +13,7 @@ from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
 from selfjudge.models.device import give_back
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import GgufFile, gguf_file, int8_blocks, row_order
-from selfjudge.models.loaded import LoadedModel
+from selfjudge.models.load import LoadedModel
 from selfjudge.models.shape import LayerPart, Shape, describe_model
 
 F32, F16, Q8_0 = 0, 1, 8

@@ -24,7 +24,7 @@ from selfjudge.engine.base import Engine, HeadEngine, Output
 from selfjudge.engine.cuda.kernels_torch import Kernels, Packing
 from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
+from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.memory import token_bytes
 from selfjudge.models.shape import UnknownShapeError, describe_model
 from selfjudge.models.tokens import context_window
