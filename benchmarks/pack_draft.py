@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfjudge.models.catalogue import is_head
+from selfjudge.models.checkpoint import quantise
 from selfjudge.models.eagle import COMPACT
-from selfjudge.models.weights import quantise
 from selfjudge.store import write_json
 
 

@@ -27,10 +27,10 @@ from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, teacher
 from selfjudge.distill.learners import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.checkpoint import read_packed
 from selfjudge.models.convert import draft_model, shipped_draft
 from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
-from selfjudge.models.weights import read_packed
 from selfjudge.prompts.sources import Source
 from selfjudge.store import read_tensors, sha256, write_tensors
 from selfjudge.types import Notify

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import is_head
+from selfjudge.models.checkpoint import dequantise, quantise, unpack_six
 from selfjudge.models.eagle import (
     COMPACT,
     EagleConfig,
@@ -31,7 +32,6 @@ from selfjudge.models.eagle import (
     write_head,
 )
 from selfjudge.models.pull import weights_sha256
-from selfjudge.models.weights import dequantise, quantise, unpack_six
 from selfjudge.store import read_tensors, write_tensors
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

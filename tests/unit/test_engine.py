@@ -19,8 +19,8 @@ from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.engine.select import borrow_engine, make_engine
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.checkpoint import quantise
 from selfjudge.models.load import Target
-from selfjudge.models.weights import quantise
 
 MODELS = {kind: tiny_model(kind) for kind in CONFIGS}
 ENGINES = [("reference", kind) for kind in sorted(CONFIGS)] + [

@@ -26,10 +26,9 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.vllm import serve
-from selfjudge.integrations.vllm.approval import MARK, Approval
+from selfjudge.integrations.vllm.approval import MARK, STEPS, Approval, Counts
 from selfjudge.integrations.vllm.backend import outline_pair
 from selfjudge.integrations.vllm.config import RequestRules, parse_object, read_settings, target_sha256
-from selfjudge.integrations.vllm.counts import STEPS, Counts
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan
 from selfjudge.integrations.vllm.serve import RUNNER, choose_runner
 from selfjudge.integrations.vllm.signatures import adapter_of
@@ -359,7 +358,7 @@ def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: 
 def test_steps_are_kept_until_there_are_enough_or_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, rows, shown = Counts(CPU, "model", "0"), LastPlan().rows, []
     monkeypatch.setattr(counted, "_show", shown.append)
-    monkeypatch.setattr("selfjudge.integrations.vllm.counts.EVERY", -1.0)
+    monkeypatch.setattr("selfjudge.integrations.vllm.approval.EVERY", -1.0)
     for _ in range(STEPS - 1):
         counted.add(rows([2, 1], CPU), torch.tensor([3, 1]), None)
     assert counted.total.tolist() == [0, 0, 0, 0]

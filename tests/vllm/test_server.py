@@ -14,8 +14,8 @@ from openai import OpenAI
 from browser import CHROMIUM, Browser
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE
+from selfjudge.integrations.vllm.approval import COUNTERS
 from selfjudge.integrations.vllm.config import MULTIPROCESS
-from selfjudge.integrations.vllm.counts import COUNTERS
 from selfjudge.integrations.vllm.serve import command
 
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]

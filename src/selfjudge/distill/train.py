@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from selfjudge.distill.config import Schedule
 from selfjudge.distill.data import Dataset
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.weights import check_finite
+from selfjudge.models.checkpoint import check_finite
 from selfjudge.store import read_tensors, write_tensors
 from selfjudge.store.schema import conform
 from selfjudge.types import Notify, ignore

@@ -11,9 +11,9 @@ import torch
 
 from selfjudge.engine.teacher_forced import logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.checkpoint import check_weights
 from selfjudge.models.convert import quiet
 from selfjudge.models.pair import Pair
-from selfjudge.models.weights import check_weights
 from selfjudge.store import hub_options
 
 DEFAULT_NLI = "microsoft/deberta-large-mnli"

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.checkpoint import check_finite, read_packed
 from selfjudge.models.device import check_memory
 from selfjudge.models.gguf import (
     GgufFile,
@@ -36,7 +37,6 @@ from selfjudge.models.gguf import (
     tensor_order,
 )
 from selfjudge.models.shape import describe, head_width
-from selfjudge.models.weights import check_finite, read_packed
 from selfjudge.store import quiet_hub, read_json, scratch
 from selfjudge.types import Tell, ignore
 

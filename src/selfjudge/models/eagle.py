@@ -36,10 +36,10 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.checkpoint import check_finite, read_packed
 from selfjudge.models.gguf import FULL_PRECISION, gguf_file
 from selfjudge.models.shape import ROTARY, Shape, describe
 from selfjudge.models.tokens import context_window
-from selfjudge.models.weights import check_finite, read_packed
 from selfjudge.store import read_json, whole_tensors, write_json
 from selfjudge.store.schema import HeadFile, HeadShape, conform
 

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.checkpoint import GROUP, check_heads, quantise
 from selfjudge.models.shape import Shape, describe, head_width
-from selfjudge.models.weights import GROUP, check_heads, quantise
 
 BLOCKS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),

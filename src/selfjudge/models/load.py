@@ -26,7 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, check_reference, head_folder, unknown_model
-from selfjudge.models.checkpoint import find_files, open_checkpoint
+from selfjudge.models.checkpoint import check_weights, find_files, open_checkpoint
 from selfjudge.models.convert import dequantise, gguf_tokenizer, quiet
 from selfjudge.models.device import check_memory, choose_device
 from selfjudge.models.eagle import EagleHead, load_head
@@ -34,7 +34,6 @@ from selfjudge.models.gguf import FULL_PRECISION, GgufFile, gguf_file, open_mode
 from selfjudge.models.memory import count_weights
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.tokens import PROBE, context_window
-from selfjudge.models.weights import check_weights
 from selfjudge.store import hub_options, unreachable
 from selfjudge.types import Notify
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from selfjudge.engine.base import Engine, HeadEngine, Output, align_right
 from selfjudge.engine.cpu.library import Pass, library
 from selfjudge.engine.cpu.weights import PackedHead, PackedWeights, packed_weights
+from selfjudge.models.checkpoint import GROUP
 from selfjudge.models.device import give_back
 from selfjudge.models.eagle import EagleHead, load_head
 from selfjudge.models.gguf import gguf_file
 from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.shape import UnknownShapeError, describe_model
 from selfjudge.models.tokens import context_window
-from selfjudge.models.weights import GROUP
 
 CHUNK = 192  # tokens per pass of a long prompt
 

@@ -35,12 +35,11 @@ from selfjudge.integrations.vllm.serve import PairEngine, speculation
 from selfjudge.judge.model import Judge
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.catalogue import draft_for, head_folder
-from selfjudge.models.checkpoint import find_files, read_headers
+from selfjudge.models.checkpoint import check_finite, find_files, read_headers
 from selfjudge.models.device import choose_device
 from selfjudge.models.load import Draft, Target, check_tokenizers, choose_dtype
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
-from selfjudge.models.weights import check_finite
 from selfjudge.store import hub_options
 from selfjudge.types import PHASES, Generation, Origin
 

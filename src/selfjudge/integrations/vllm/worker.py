@@ -16,8 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
-from selfjudge.integrations.vllm.approval import Approval, Verification
-from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.approval import Approval, Counts, Verification
 from selfjudge.integrations.vllm.plan import RequestGuards
 from selfjudge.integrations.vllm.signatures import adapter_of
 
