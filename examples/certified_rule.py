@@ -4,6 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from selfjudge import Pair, generate
+from selfjudge.report.certificate import describe_claim, describe_verdict
 from selfjudge.tune import TuneConfig, tune_pair
 
 pair = Pair.load("smollm2-135m")
@@ -12,5 +13,7 @@ config = TuneConfig(
 )
 with TemporaryDirectory() as folder:
     recipe = tune_pair(pair, Path(folder) / "tuned", config, warn=print)
-    print((recipe.folder / "certificate.md").read_text())
+    for row in recipe.certificate["candidates"]:
+        print(row["rule"], "|", row["why"])
+    print(describe_verdict(recipe.certificate), describe_claim(recipe.certificate), sep="\n\n")
     print(generate(pair, "Why is the sky blue?", rule=recipe.rule, gamma=recipe.gamma, max_new_tokens=32).text)

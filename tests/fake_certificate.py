@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,3 +120,8 @@ def tamper(folder: Path, file: str, change: Callable[[dict[str, Any]], Any], *, 
         recipe = json.loads((folder / "recipe.json").read_text())
         bare = {key: value for key, value in recipe.items() if key not in ("files", "digest")}
         (folder / "recipe.json").write_text(json.dumps(seal_recipe(bare, folder)))
+
+
+def page_text(page: str) -> str:
+    """What a reader of a page sees, without tags."""
+    return html.unescape(re.sub(r"<[^>]+>", "", page))

@@ -18,9 +18,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
     ("script", "shows"),
     [
         ("judged_answer.py", ["tokens per target pass", "judge's score"]),
-        pytest.param(
-            "certified_rule.py", ["for smollm2-135m", "margin:0.1,guard=on | certified after"], marks=pytest.mark.slow
-        ),
+        pytest.param("certified_rule.py", ["margin:0.1,guard=on | certified after"], marks=pytest.mark.slow),
         ("custom_rule.py", ["[", "]"]),
         ("token_loop.py", ["pass 0, row 1:", "pass 1, row 0:"]),
     ],

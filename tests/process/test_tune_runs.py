@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fake_certificate import RESOLVED, certificate, example, recipe_folder, tamper
+from fake_certificate import RESOLVED, certificate, example, page_text, recipe_folder, tamper
 from remember import remember_answers
 from runs import content, prompts_file, random_judges
 from selfjudge.cli import main as cli
@@ -95,7 +95,7 @@ def test_the_fastest_certified_rule_is_taken(undisturbed: Path) -> None:
     assert (certificate["groups"], certificate["attempt"], certificate["earlier_attempts"]) == ("30*1", 1, [])
     assert certificate["exact"]["n"] == 30
     assert certificate["exact"]["score"] == 0  # a model of random weights
-    assert "There is little to lose here" in (undisturbed / "certificate.md").read_text()
+    assert "There is little to lose here" in page_text((undisturbed / "certificate.html").read_text())
     tried = [row for row in certificate["candidates"] if row["n_used"]]
     assert all(row["refuted"] for row in tried)
     best = max(tried, key=lambda row: row["speed_ci"][0])
@@ -112,7 +112,7 @@ def test_the_fastest_certified_rule_is_taken(undisturbed: Path) -> None:
     assert not (undisturbed / "work").exists()
     page = (undisturbed / "certificate.html").read_text()
     assert recipe.rule in page
-    assert "selfjudge serve --recipe . --backend vllm" in (undisturbed / "certificate.md").read_text()
+    assert "selfjudge serve --recipe . --backend vllm" in page_text((undisturbed / "certificate.html").read_text())
 
 
 def test_a_finished_run_returns_at_once(
@@ -189,7 +189,7 @@ def test_agreement_is_certified_where_nothing_can_be_scored(
             assert row["mean_difference"] < 0
             assert "not certified" in row["why"]
     if not certificate["certified"]:
-        assert "Nothing here beats exact" in (tmp_path / "t" / "certificate.md").read_text()
+        assert "Nothing here beats exact" in page_text((tmp_path / "t" / "certificate.html").read_text())
 
 
 def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,9 @@ def test_a_rule_that_hardly_gains_is_not_taken(
     assert any(row["refuted"] for row in recipe.certificate["candidates"])
     assert (recipe.rule, recipe.gamma, recipe.certificate["certified"]) == ("exact", gamma, False)
     assert describe_result(recipe.certificate).startswith(finding)
-    assert f"Use {'exact' if gamma else 'no drafts'} (γ = {gamma})." in (recipe.folder / "certificate.md").read_text()
+    assert f"Use {'exact' if gamma else 'no drafts'} (γ = {gamma})." in page_text(
+        (recipe.folder / "certificate.html").read_text()
+    )
     assert Setup.of(recipe.folder, PairOptions(), OPEN_REQUEST).request.gamma == gamma
 
 
@@ -394,7 +396,7 @@ def test_a_family_that_gamma_excludes_has_no_share_of_delta(
     assert len(flies) == 4
     assert all("not tried: fly with window 2" in row["why"] for row in flies)
     assert "fly" not in decoded
-    assert "Families (margin) have equal shares" in (tmp_path / "t" / "certificate.md").read_text()
+    assert "Families (margin) have equal shares" in page_text((tmp_path / "t" / "certificate.html").read_text())
 
 
 def test_a_judged_recipe_carries_its_judge(
@@ -455,7 +457,7 @@ def test_groups_of_prompts_are_one_observation_each(
     best = next(row for row in certificate["candidates"] if row["rule"] == certificate["rule"])
     assert (certificate["n"], best["n_used"], best["differences"]) == (15, 30, "30*0")
     assert certificate["evidence"]["refuted_at"] <= 15
-    assert "On groups of prompts like these 15" in (recipe.folder / "certificate.md").read_text()
+    assert "On groups of prompts like these 15" in page_text((recipe.folder / "certificate.html").read_text())
 
 
 def test_a_second_attempt_on_the_same_prompts_spends_its_own_share(
@@ -471,7 +473,7 @@ def test_a_second_attempt_on_the_same_prompts_spends_its_own_share(
     certificate = again.certificate
     assert (certificate["attempt"], len(certificate["earlier_attempts"])) == (2, 1)
     assert certificate["evidence"]["delta"] == share_delta(0.05, 2)
-    assert "Attempt 2 on these prompts" in (again.folder / "certificate.md").read_text()
+    assert "Attempt 2 on these prompts" in page_text((again.folder / "certificate.html").read_text())
     with pytest.raises(
         SelfJudgeError, match=r"^attempt 3 on these prompts .* 30 prompts cannot certify `epsilon` 0\.2"
     ):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fake_certificate import certificate, recipe_folder, tamper
+from fake_certificate import certificate, page_text, recipe_folder, tamper
 from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
@@ -19,7 +19,6 @@ from selfjudge.judge.config import JudgeConfig, prompt_key, read_training_prompt
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import (
-    certificate_markdown,
     certificate_page,
     describe_baseline,
     describe_claim,
@@ -43,6 +42,10 @@ from selfjudge.tune.families import FAMILIES, list_families, split_by_gamma
 from selfjudge.tune.recipe import Recipe
 
 JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95, 0.6), (0.98, 1.0)))
+
+
+def as_text(known: dict[str, Any]) -> str:
+    return page_text(certificate_page(known, []))
 
 
 def rows(path: Path, *given: dict[str, Any]) -> Path:
@@ -376,15 +379,14 @@ def test_the_page_begins_with_exact_and_plain_and_ends_its_verdict_with_one_comm
     agreement = certificate(measure="overlap", exact={**exact, "score": None, "plain_tokens_per_second": None})
     assert describe_baseline(agreement).endswith(", at 14.2 tokens/s.")
     assert describe_baseline(certificate()) == "Rules are compared with exact on 4,000 prompts by the task's score."
-    text, page = certificate_markdown(known), certificate_page(known, [])
+    text, page = as_text(known), certificate_page(known, [])
     order = [begin, "You gain 12 %", "−0.4 [−1.3, +0.5] points", "selfjudge serve --recipe .", "Inside vLLM"]
     for shown in (text, page):
         places = [shown.index(words) for words in order]
         assert places == sorted(places)
-    assert "\n    selfjudge serve --recipe .\n\nInside vLLM" in text
     (box,) = re.findall(r'<pre class="commands">(.*?)</pre>', page)
     assert box == "selfjudge serve --recipe ."
-    plain = certificate_markdown(certificate(rule="exact", resolved="exact", certified=False, gamma=0))
+    plain = as_text(certificate(rule="exact", resolved="exact", certified=False, gamma=0))
     assert "Inside vLLM" not in plain
 
 
@@ -410,12 +412,12 @@ def test_unreliable_speeds_are_said_instead_of_a_ranking() -> None:
     assert "none is surely ahead in tokens per target pass and gains 5 % or more." in describe_claim(certified)
     timed = {**certified, "unreliable": "", "speed_measure": "tokens_per_second"}
     assert "none is surely faster and gains 3 % or more." in describe_claim(timed)
-    assert "Nothing to gain for some-pair" in certificate_markdown(certified)
-    text = certificate_markdown(certificate(**doubt))
+    assert "Nothing to gain for some-pair" in as_text(certified)
+    text = as_text(certificate(**doubt))
     assert text.count(busy) == 1
     assert "m × exact" in text
     assert "in turn" not in text
-    assert "answered the same batches in turn" in certificate_markdown(certificate())
+    assert "answered the same batches in turn" in as_text(certificate())
 
 
 def test_it_is_said_where_there_is_little_to_lose() -> None:
@@ -434,7 +436,7 @@ def test_it_is_said_where_there_is_little_to_lose() -> None:
     assert "39 of these were cut off at the length limit: raise --max-new-tokens" in said(without_answer=40, cut_off=39)
     assert "cut off" not in said(without_answer=40, cut_off=1)
     poor = certificate(exact={"n": 60, "score": 0.0, "without_answer": None})
-    text, page = certificate_markdown(poor), certificate_page(poor, [])
+    text, page = as_text(poor), certificate_page(poor, [])
     assert text.index("There is little to lose here") < text.index("margin:0.5")  # above the finding
     assert page.index("There is little to lose here") < page.index("What is claimed")
     assert page.count("There is little to lose here") == 1
@@ -442,7 +444,7 @@ def test_it_is_said_where_there_is_little_to_lose() -> None:
 
 def test_a_certificate_for_nothing_does_not_look_like_one() -> None:
     nothing = certificate(certified=False)
-    for text in (certificate_markdown(nothing), certificate_page(nothing, [])):
+    for text in (as_text(nothing), certificate_page(nothing, [])):
         assert "Nothing certified for some-pair" in text
         assert "Certificate for" not in text
     page = certificate_page(nothing, [])
@@ -454,21 +456,21 @@ def test_a_certificate_for_nothing_does_not_look_like_one() -> None:
     assert "<tbody>" not in page
 
 
-def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
-    text = certificate_markdown(certificate())
+def test_the_certificate_names_what_it_is_bound_to() -> None:
+    text = as_text(certificate())
     assert "Families (margin, topk) have equal shares" in text
-    assert "Families (margin) have equal shares" in certificate_markdown(certificate(families=["margin"]))
+    assert "Families (margin) have equal shares" in as_text(certificate(families=["margin"]))
     words = (
         "f" * 64,
         "topk:5",
-        "Not tried",
+        "not tried",
         "selfjudge serve --recipe .",
         "certified after 300 prompts",
         "Attempt 1 on",
     )
     for word in words:
         assert word in text
-    grouped = certificate_markdown(certificate(groups="3998*1 2"))
+    grouped = as_text(certificate(groups="3998*1 2"))
     assert "On groups of prompts like these 4,000" in grouped
     assert "in the mean over groups of equal weight" in grouped
 

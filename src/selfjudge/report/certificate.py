@@ -1,4 +1,4 @@
-"""The certificate as a page and as text: a sentence, the evidence, the rules, answers lost and gained."""
+"""The certificate as a page: a sentence, the evidence, the rules, answers lost and gained."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from selfjudge.report.charts import Chart, Point, Series
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import Sentences, fixed, points, show_count, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
-from selfjudge.report.tables import GAMMA, PER_PASS, Column, Row, Table, escape, word_column
+from selfjudge.report.tables import GAMMA, PER_PASS, Column, Row, Table, word_column
 from selfjudge.report.verdict import LOW_SCORE
 from selfjudge.store import fill_template
 
@@ -173,11 +173,6 @@ def _contents(certificate: Mapping[str, Any]) -> dict[str, Any]:
         "table": table,
         "untried": untried,
     }
-
-
-def certificate_markdown(certificate: Mapping[str, Any]) -> str:
-    """The certificate as text; names of models and files are escaped, commands stand in a block of code."""
-    return fill_template(ASSETS / "certificate.md", escape=escape, **_contents(certificate))
 
 
 def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:

@@ -27,7 +27,7 @@ from selfjudge.evaluate.likelihood import make_example_rows
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import hash_tokenizer
-from selfjudge.report.certificate import certificate_markdown, certificate_page
+from selfjudge.report.certificate import certificate_page
 from selfjudge.store import RunFolder, measured_on, read_json, write_json, write_text
 from selfjudge.store.schema import AttemptSeal, Certificate, RecipeFile
 from selfjudge.tasks.base import join_messages
@@ -104,7 +104,6 @@ def _write(job: TuneJob, folder: RunFolder, result: TuneResult) -> Recipe:
     if judged and job.judge is not None:
         job.judge.cpu().save_pretrained(out / JUDGE)
     recipe = make_recipe(certificate, job.pair, JUDGE if judged else None)
-    write_text(out / "certificate.md", certificate_markdown(certificate))
     write_text(out / "certificate.html", certificate_page(certificate, examples))
     write_json(out / CERTIFICATE, certificate)
     recipe = seal_recipe(recipe, out)

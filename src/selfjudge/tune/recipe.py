@@ -30,7 +30,7 @@ SIGNATURE = "signature.json"
 KEY_VARIABLE = "SELFJUDGE_RECIPE_KEY"
 """The variable that names a public key: recipes that it did not sign are then refused wherever one is loaded."""
 _HOW = "`ssh-keygen -t ed25519 -f key -N ''` makes key and key.pub"
-PAGES = ("certificate.md", "certificate.html")
+PAGE = "certificate.html"
 FORMAT = 3  # version of recipe.json and certificate.json
 
 
@@ -214,7 +214,7 @@ def make_recipe(certificate: Mapping[str, Any], pair: Pair, judge: str | None) -
 def seal_recipe(recipe: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The recipe with the SHA-256 of all files that belong to it, and of itself."""
     judge = sorted((folder / recipe["judge"]).iterdir()) if recipe["judge"] else []
-    names = [CERTIFICATE, *(name for name in PAGES if (folder / name).is_file())]
+    names = [CERTIFICATE, *([PAGE] if (folder / PAGE).is_file() else [])]
     names += [f"{recipe['judge']}/{file.name}" for file in judge if file.is_file() and file.name[0] != "."]
     sealed = {**recipe, "files": {name: sha256(folder / name) for name in names}}
     return {**sealed, "digest": hash_recipe(sealed)}
