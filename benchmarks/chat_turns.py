@@ -22,7 +22,7 @@ from common import say
 from load import Http
 
 from selfjudge.store import measured_on, write_json
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 
 NOUNS = ["river", "stone", "garden", "window", "letter", "forest", "winter", "bridge", "candle", "island", "market"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from selfjudge.store import load
+from selfjudge.store import run_folder as load
 
 BURNT = 0.7
 """Seconds of a processor that the busy loops below take."""

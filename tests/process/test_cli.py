@@ -17,7 +17,7 @@ import torch
 from fake_judge import constant_judge
 from refusals import known_at_once, write_inputs
 from selfjudge.cli import main as cli
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from warm import Process
 
 DOCS = Path(__file__).parents[2] / "docs"

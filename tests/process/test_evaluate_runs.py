@@ -27,7 +27,7 @@ from selfjudge.models.gguf import open_model
 from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows, write_rows
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tasks import Task
 
 TIMED = ("seconds", "tokens_per_second", "busy", "machine", "versions", "date")

@@ -26,7 +26,7 @@ from selfjudge.evaluate.execute import TorchAnswerer
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_page, describe_baseline, describe_result
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tune.certify import share_delta
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.pipeline import tune_pair

@@ -23,7 +23,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.folder import read_manifest
 from selfjudge.models.pair import Pair
 from selfjudge.report.demo import demo_page, describe_result, gain_table, mark_substitutions
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import load_rows
 from selfjudge.types import Generation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfjudge.store import load
+from selfjudge.store import run_folder as load
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, *, used: float, own: float) -> load.LoadWatch:

@@ -304,7 +304,7 @@ def test_a_request_that_is_being_encoded_holds_a_place(begin: Begin) -> None:
 def test_the_load_is_looked_at_once_an_answer(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the beginning of the decoding, not of the waiting; never by token."""
     scheduler, reads = begin(), []
-    monkeypatch.setattr("selfjudge.store.load._read_clocks", lambda: (reads.append(1), (0.0, 0.0, 0.0))[1])
+    monkeypatch.setattr("selfjudge.store.run_folder._read_clocks", lambda: (reads.append(1), (0.0, 0.0, 0.0))[1])
     asked, updates = job(scheduler, tokens=30)
     waiting = asked.load
     scheduler.submit(asked)

@@ -15,7 +15,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.evaluate.config import RuleRun, plan_runs
 from selfjudge.evaluate.execute import Answerer
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tune.certify import Claim, decide
 from selfjudge.tune.families import find_best, list_families, plan_pairs
 from selfjudge.tune.speeds import Clock, Comparison, PairSearch, count_cycle_tokens, estimate_cycle_tokens

@@ -18,7 +18,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.engine.select import PairEngines
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import measured_on
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.types import PHASES, Gamma, Generation, Notify, ignore, pooled_figures
 
 

@@ -19,7 +19,7 @@ from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on, write_rows
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Gamma, Generation, Notify, pooled_figures

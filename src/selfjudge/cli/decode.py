@@ -34,7 +34,7 @@ from selfjudge.models.pull import served_reference, weights_sha256
 from selfjudge.ops import watch_compiling
 from selfjudge.report.certificate import describe_load, describe_result
 from selfjudge.store import read_json
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tune import monitor
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import GLOSSARY, Generation, default_gamma

@@ -21,7 +21,7 @@ from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, LiveRows, 
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.engine.draft import BatchEngines
-from selfjudge.store.load import SHORTEST
+from selfjudge.store.run_folder import SHORTEST
 
 MEASURE_SECONDS = 4.0  # after so many seconds a model is not measured a second time
 MOST_ROUNDS = 6  # of cycles that are timed

@@ -31,7 +31,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules, find_level, list_settings
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BatchEngines
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step
 
 

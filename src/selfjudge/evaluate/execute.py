@@ -21,7 +21,7 @@ from selfjudge.evaluate.consistency import Entails, measure_consistency
 from selfjudge.evaluate.likelihood import find_substitutions, make_example_rows
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_json, write_rows
-from selfjudge.store.load import LoadWatch, describe_load
+from selfjudge.store.run_folder import LoadWatch, describe_load
 from selfjudge.store.schema import FinishedSummary, PartSample, PartSeal
 from selfjudge.tasks import Row, Task
 from selfjudge.types import PHASES, Generation, JudgedToken

@@ -15,7 +15,7 @@ import numpy as np
 from selfjudge.evaluate.compare import Interval, compare_rates
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tasks import Prompt, Row
 from selfjudge.tune.families import Families, find_best, is_promising
 from selfjudge.types import Notify, Origin, ignore

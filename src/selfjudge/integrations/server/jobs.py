@@ -12,7 +12,7 @@ from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import RuleChoice, Rules
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer
 from selfjudge.types import Generation, Piece
 

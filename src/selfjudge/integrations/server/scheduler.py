@@ -28,7 +28,7 @@ from selfjudge.integrations.server.operation import MODES, Metrics
 from selfjudge.integrations.server.rules import BatchKey, RuleChoice, Rules
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.store.load import LoadWatch
+from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tune.monitor import Shadow, watch, watch_scope
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import MAX_GAMMA, Notify, Tell, ignore

@@ -1,7 +1,6 @@
-"""Which drafts the rules of requests accept, as a mask over flat rows and as a mark on their logits.
+"""Which drafts rules accept, as a mask over flat rows and as a mark on their logits; does not import vLLM.
 
-What the rules did is counted on the device, and shown as Prometheus counters; no step waits for a count. Does not import
-vLLM."""
+What the rules did is counted on the device, and shown as Prometheus counters; no step waits for a count."""
 
 from __future__ import annotations
 
