@@ -66,12 +66,13 @@ def last(updates: queue.Queue) -> Update:
 
 
 def test_nobody_overtakes(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One batch at a time: a rule that does not share waits for the others, and holds back a later request of them."""
-    scheduler = begin(max_batches=1, max_batch=4)
+    """One batch of rules that share none: the second such rule waits for the first, and holds back later requests."""
+    monkeypatch.setattr(scheduler_module, "OWN_BATCHES", 1)
+    scheduler = begin(max_batch=4)
     order: list[tuple[int, ...]] = []
     add = Batch.add
     monkeypatch.setattr(Batch, "add", lambda self, prompt, **o: order.append(tuple(prompt)) or add(self, prompt, **o))
-    rules = ("exact", "exact", ALONE, "exact", ALONE)
+    rules = ("exact", ALONE, "topk:1,strict_start=1", "exact", ALONE)
     jobs = [job(scheduler, prompt=(5, 6 + i), rule=rule) for i, rule in enumerate(rules)]
     for one, _ in jobs:
         scheduler.submit(one)
@@ -91,7 +92,7 @@ def generate_ids(pair: Pair, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 def test_requests_of_unlike_rules_share_a_batch(begin: Begin) -> None:
     """Rules, γ, temperatures and traces; each answer is what it is in a batch of its own."""
-    scheduler, made = begin(max_batch=8, max_batches=1), []
+    scheduler, made = begin(max_batch=8), []
     asked = [("exact", 2, None), ("margin:2", 3, None), ("margin:price=1.5", 4, None), (None, 3, Sampling(0.8)),
              ("exact", 0, None), (None, 2, Sampling(1.2, top_p=0.8)), ("margin:3,strict_start=0", "auto", None)]  # fmt: skip
     for i, (rule, gamma, sampling) in enumerate(asked):
@@ -100,7 +101,7 @@ def test_requests_of_unlike_rules_share_a_batch(begin: Begin) -> None:
         made.append((CompletionJob((5, 6 + i), choice, 20, updates.put, seed=i), updates))
         scheduler.submit(made[-1][0])
     assert scheduler._prepare()
-    assert len(scheduler._active) == 1
+    assert len(scheduler._batches) == 1
     scheduler.start()
     for (one, updates), (rule, gamma, sampling) in zip(made, asked, strict=True):
         result = last(updates).result
@@ -272,19 +273,16 @@ def test_keys_take_turns_and_leave_each_other_a_place(begin: Begin, monkeypatch:
     assert order.index(12) < order.index(13)
 
 
-def test_a_key_leaves_a_batch_for_the_others(begin: Begin) -> None:
-    scheduler = begin(api_key="a,b", max_batches=2, max_batch=8)
-    jobs = [job(scheduler, rule=rule) for rule in ("exact", ALONE, "exact")]
-    for (one, _), key in zip(jobs, (0, 0, 1), strict=True):
-        one.key = key
-        scheduler.submit(one)
-    first = scheduler._next([])
-    assert first is jobs[0][0]
-    scheduler._queue.remove(first)
-    assert scheduler._next([first]) is jobs[2][0]  # another rule of the first key would take the last batch
-    scheduler.start()
-    for _, updates in jobs[1:]:
-        assert last(updates).result is not None
+def test_requests_that_share_a_batch_wait_for_no_rule_that_has_its_own(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "OWN_BATCHES", 1)
+    scheduler = begin()
+    alone, other, shared = (job(scheduler, rule=rule) for rule in (ALONE, "topk:1,strict_start=1", "exact"))
+    for waiting, allowed in ((other, None), (shared, shared[0])):
+        scheduler.submit(waiting[0])
+        assert scheduler._next([alone[0]]) is allowed
+        scheduler._queue.clear()
 
 
 def test_a_request_that_is_being_encoded_holds_a_place(begin: Begin) -> None:

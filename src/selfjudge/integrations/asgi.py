@@ -14,27 +14,23 @@ ASGI = Callable[[Scope, Receive, Send], Awaitable[None]]
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout"}
 
 
-def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    readable = " ".join(message.encode("utf-8", "replace").decode().split())  # one line, no lone surrogates
-    kind = KINDS.get(status, "invalid_request_error")
-    return {"error": {"message": readable[:1000], "type": kind, "param": param, "code": code}}
-
-
 class RefusedError(Exception):
-    """A request that is answered with an error."""
+    """A request that is answered with an error, which OpenAI's clients read."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.body = status, error_body(status, message, code, param)
+        readable = " ".join(message.encode("utf-8", "replace").decode().split())  # one line, no lone surrogates
+        kind = KINDS.get(status, "invalid_request_error")
+        self.status = status
+        self.body = {"error": {"message": readable[:1000], "type": kind, "param": param, "code": code}}
 
 
-async def refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+async def refuse(send: Send, error: RefusedError) -> None:
     """Answer with an error."""
     headers = {"content-type": "application/json", "connection": "close"}  # the rest of the request is not read
-    if status == 401:
+    if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    await send_response(send, status, json.dumps(error_body(status, message, code)).encode(), headers)
+    await send_response(send, error.status, json.dumps(error.body).encode(), headers)
 
 
 async def send_response(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:

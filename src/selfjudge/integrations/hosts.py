@@ -12,7 +12,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
 
-from selfjudge.integrations.asgi import ASGI, Receive, Scope, Send, refuse
+from selfjudge.integrations.asgi import ASGI, Receive, RefusedError, Scope, Send, refuse
 
 VARIABLE = "SELFJUDGE_ALLOWED_HOSTS"  # the variable that has, in front of vLLM, the allowed names as JSON
 MIDDLEWARE = "selfjudge.integrations.hosts.HostGuard"  # for vLLM's `--middleware`
@@ -54,6 +54,6 @@ class HostGuard:
         if problem is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await refuse(send, 421, problem)
+            await refuse(send, RefusedError(421, problem))
         else:
             await send({"type": "websocket.close", "code": 1008, "reason": problem})

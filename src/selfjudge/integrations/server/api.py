@@ -7,7 +7,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException as UnreadableBody, Request
@@ -227,44 +227,36 @@ class Guard:
                 self.metrics.add("requests_total", endpoint=endpoint, status=str(message["status"]), mode=mode)
             await send(message)
 
-        headers = dict(scope["headers"])
-        sent = headers.get(b"authorization", b"")
-        known = [number for number, key in enumerate(self.keys) if hmac.compare_digest(sent, key)]
-        scope.setdefault("state", {}).update(key=known[0] if known else 0, arrived=time.perf_counter())
-        if (problem := _find_ambiguity(scope["headers"])) is not None:
-            await refuse(counted, 400, problem)
-            return
-        if (problem := self.names.find_foreign(scope)) is not None:
-            await refuse(counted, 421, problem)
-            return
-        if self.keys and not known and scope["path"] not in OPEN:
-            await refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
-            return
         try:
+            self._check(scope)
             async with asyncio.timeout(BODY_SECONDS):
-                messages = await self._read(headers, receive)
-        except TimeoutError:
-            await refuse(counted, 408, "the request did not arrive in time")
-            return
-        if messages is None:
-            await refuse(counted, 413, f"the request has more than {self.max_bytes} bytes", "request_too_large")
+                messages = await self._read(scope, receive)
+        except (RefusedError, TimeoutError) as error:
+            late = RefusedError(408, "the request did not arrive in time")
+            await refuse(counted, error if isinstance(error, RefusedError) else late)
             return
         await self.app(scope, asgi.replay(messages, receive), counted)
 
-    async def _read(self, headers: dict[bytes, bytes], receive: asgi.Receive) -> list[asgi.Message] | None:
-        """The messages of a request; None if it is too large."""
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length[:20]) > self.max_bytes:
-            return None
-        messages, body = await asgi.read_body(receive, self.max_bytes)
-        return messages if body is not None or asgi.left(messages) else None
+    def _check(self, scope: asgi.Scope) -> None:
+        """Refuse a request by its head; notes which key it has and when it came."""
+        names = [name for name, _ in scope["headers"]]
+        sent = dict(scope["headers"]).get(b"authorization", b"")
+        known = [number for number, key in enumerate(self.keys) if hmac.compare_digest(sent, key)]
+        scope.setdefault("state", {}).update(key=known[0] if known else 0, arrived=time.perf_counter())
+        if b"content-length" in names and b"transfer-encoding" in names:  # a proxy could read it differently
+            raise RefusedError(400, "a request has a content-length or a transfer-encoding, not both")
+        if names.count(b"authorization") > 1:
+            raise RefusedError(400, "a request has one authorization header")
+        if (problem := self.names.find_foreign(scope)) is not None:
+            raise RefusedError(421, problem)
+        if self.keys and not known and scope["path"] not in OPEN:
+            raise RefusedError(401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
 
-
-def _find_ambiguity(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """Why a proxy and this server could read a request differently, if so."""
-    names = [name for name, _ in headers]
-    if b"content-length" in names and b"transfer-encoding" in names:
-        return "a request has a content-length or a transfer-encoding, not both"
-    if names.count(b"authorization") > 1:
-        return "a request has one authorization header"
-    return None
+    async def _read(self, scope: asgi.Scope, receive: asgi.Receive) -> list[asgi.Message]:
+        """The messages of a request."""
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) <= self.max_bytes:
+            messages, body = await asgi.read_body(receive, self.max_bytes)
+            if body is not None or asgi.left(messages):
+                return messages
+        raise RefusedError(413, f"the request has more than {self.max_bytes} bytes", "request_too_large")

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import signature
+from itertools import product
 from typing import Any
 
 from fastapi import Request
@@ -57,15 +58,15 @@ class Encoder:
         self.texts = TokenTexts(pair.tokenizer)
         given = signature(pair.tokenizer.apply_chat_template).parameters  # what the method itself takes
         self.variables = {*re.findall(r"[^\W\d]\w*", str(pair.tokenizer.chat_template))} - {*given, "messages"}
-        self._pairs = [replace(pair, tokenizer=copy.deepcopy(pair.tokenizer)) for _ in range(2)]
-        self._threads = [ThreadPoolExecutor(1, "tokenize") for _ in range(2)]
+        own = [replace(pair, tokenizer=copy.deepcopy(pair.tokenizer)) for _ in range(2)]
+        self._threads = [(one, ThreadPoolExecutor(1, "tokenize")) for one in own]
         self.pair, self.tool_format, self._compiling = pair, ToolFormat.of(pair), ThreadPoolExecutor(2, "grammar")
         with contextlib.suppress(SelfJudgeError):  # the first grammar of a pair takes a second, as nothing else runs
             compile_grammar(pair, "start: /a/")
 
     async def encode(self, prompt: str | list[Fields], size: int, template: Fields | None = None) -> list[int]:
         """Token ids of a text, or of messages through the chat template with its variables; `size` in bytes."""
-        pair, thread = self._pairs[size > SHORT_BYTES], self._threads[size > SHORT_BYTES]
+        pair, thread = self._threads[size > SHORT_BYTES]
         encode = partial(pair.encode, prompt, raw=isinstance(prompt, str), variables=template)
         return await asyncio.get_running_loop().run_in_executor(thread, encode)
 
@@ -99,10 +100,8 @@ class Completion:
             self.grammar = await self.encoder.compile(self.body)
             self.prompts = await self._encode()
         self.copies = 1 if sampling else n  # choices that share a job: greedy answers are all the same
-        seeds = range(n // self.copies)
-        self.jobs = [self._make_job(prompt, sampling, seed) for prompt in self.prompts for seed in seeds]
-        for number, job in enumerate(self.jobs):
-            job.send = partial(self._send, asyncio.get_running_loop(), number)
+        asked = enumerate(product(self.prompts, range(n // self.copies)))
+        self.jobs = [self._make_job(number, prompt, sampling, copy) for number, (prompt, copy) in asked]
         written = self.encoder.tool_format
         self.readers = [CallReader(written) for _ in self.jobs] if written and self.body.usable_tools else []
         self.request.state.mode = self.jobs[0].choice.mode  # for the guard's count
@@ -148,7 +147,7 @@ class Completion:
         except SelfJudgeError as error:
             raise RefusedError(400, str(error), param="messages" if self.chat else "prompt") from None
 
-    def _make_job(self, prompt: list[int], sampling: Sampling | None, copy: int) -> CompletionJob:
+    def _make_job(self, number: int, prompt: list[int], sampling: Sampling | None, copy: int) -> CompletionJob:
         body, top = self.body, self.body.wanted_logprobs
         noted = None if top is None else LogProbabilities(top)
         edits = make_edits(body, prompt, [*self.scheduler.pair.eos_ids], self.encoder.vocabulary)
@@ -158,7 +157,7 @@ class Completion:
             prompt,
             max_new_tokens=self._limit_length(len(prompt)),
             choice=self._choose_rule(sampling, edited=bool(edits)),
-            send=lambda update: None,
+            send=partial(self._send, asyncio.get_running_loop(), number),
             stop=body.stop,
             stop_ids=body.stop_token_ids,
             ignore_eos=bool(body.ignore_eos),

@@ -32,12 +32,10 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = setting((), "A site whose pages may ask: https://app.example.")
     log_format: str = setting("text", "Lines of the log: for people, or as JSON.", choices=("text", "json"))
     max_batch: int = setting(0, "Answers decoded at a time; 0: 8 on a CPU, up to 256 on CUDA.", minimum=0)
-    max_batches: int = setting(4, "Batches of rules that share none; on CUDA each has a cache.", minimum=1)
     max_queue: int = setting(256, "Requests that may wait, shared out among the keys; more get a 429.", minimum=1)
     max_context: int = setting(4096, "Most tokens of a prompt with its answer.", minimum=2)
     prefix_cache: str | None = setting(None, "Memory for prefixes of earlier prompts: a share, a size (1GB) or 0.")
     max_tokens: int = setting(1024, "Most tokens of an answer.", minimum=1)
-    max_prompt_bytes: int | None = setting(None, f"Most bytes of a prompt; else {BYTES_PER_TOKEN} a token.", minimum=1)
     max_body: int = setting(1 << 20, "Most bytes of a request.", minimum=1)
     max_connections: int = setting(512, "Connections that may be open; more get a 503.", minimum=1)
     header_timeout: float = setting(10.0, "Seconds that a client has to send the head of a request in.", above=0)
@@ -70,7 +68,8 @@ class ServerConfig:
 
     @property
     def prompt_bytes(self) -> int:
-        return BYTES_PER_TOKEN * self.max_context if self.max_prompt_bytes is None else self.max_prompt_bytes
+        """The most bytes of a prompt."""
+        return BYTES_PER_TOKEN * self.max_context
 
 
 def listen(host: str, port: int) -> socket.socket:

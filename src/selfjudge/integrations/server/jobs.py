@@ -59,6 +59,7 @@ class CompletionJob:
     begun: float = 0.0  # time of its first token
     load: LoadWatch = field(default_factory=LoadWatch)  # watches the machine from the beginning of its decoding on
     shadowed: bool = False  # whether it is decoded a second time, exactly
+    background: bool = False  # whether it is such a second answer, for which nobody waits
     over: bool = False
     given_up: Failure | None = None
 
@@ -74,7 +75,7 @@ class ShadowJobs:
         shadow.on_refuted = self._switch_off
         self.waiting: deque[CompletionJob] = deque()  # jobs that an idle engine may take
         self._own = rules.choose()
-        self._exact = replace(rules.choose(RuleRequest(gamma=self._own.gamma), off=True), background=True)
+        self._exact = rules.choose(RuleRequest(gamma=self._own.gamma), off=True)
         metrics.gauge("shadow_waiting", lambda: len(self.waiting))
 
     def choose(self, job: CompletionJob) -> None:
@@ -96,12 +97,9 @@ class ShadowJobs:
         elif "judge" not in result.origins:
             self.shadow.end(0.0)
         else:
-            send = partial(self._take_second, result.text)
-            self.waiting.append(
-                CompletionJob(
-                    job.prompt, self._exact, job.max_new_tokens, send, job.stop, streamed=bool(job.stop), key=job.key
-                )
-            )
+            send, streamed = partial(self._take_second, result.text), bool(job.stop)
+            again = CompletionJob(job.prompt, self._exact, job.max_new_tokens, send, job.stop, streamed=streamed)
+            self.waiting.append(replace(again, key=job.key, background=True))
 
     def _take_second(self, shown: str, update: Update) -> None:
         if update.failure:

@@ -1,7 +1,9 @@
 """Which rule a request is decoded with: the server's own, or what its `selfjudge` field says."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, STRICT, RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
@@ -15,15 +17,6 @@ from selfjudge.models.pair import Pair
 from selfjudge.types import Gamma, default_gamma
 
 
-class BatchKey(NamedTuple):
-    """What the answers of a batch have in common."""
-
-    background: bool  # whether nobody waits for them (`shadow`)
-    rule: AcceptanceRule  # `RowRules` where every answer has a rule, a γ and a trace of its own
-    gamma: Gamma | None = None
-    trace: bool = False
-
-
 @dataclass(frozen=True)
 class RuleChoice:
     """How an answer is decoded."""
@@ -32,15 +25,12 @@ class RuleChoice:
     gamma: Gamma
     request: RuleRequest = field(compare=False)  # what was asked for, with the rule named
     trace: bool = False  # whether to note what the target wanted at judged tokens
-    background: bool = False  # whether nobody waits for the answer (`shadow`)
     shared: RowRules | None = field(default=None, compare=False)  # None: its rule cannot be in a batch with others
 
     @property
-    def key(self) -> BatchKey:
+    def key(self) -> RowRules | RuleChoice:
         """Requests with equal keys share a batch."""
-        if self.shared is not None:
-            return BatchKey(self.background, self.shared)
-        return BatchKey(self.background, self.rule, self.gamma, self.trace)
+        return self if self.shared is None else self.shared
 
     @property
     def of_row(self) -> dict[str, Any]:
@@ -59,10 +49,9 @@ class RuleChoice:
 
     def make_batch(self, pair: Pair, config: ServerConfig) -> Batch:
         """An empty batch of answers with this key."""
-        rows = 1 if self.background else config.max_batch
-        options: dict[str, Any] = {"length": config.max_context, "engine": config.engine, "trace": self.trace}
-        options["prefix_cache"] = config.prefix_cache
-        return Batch(pair, self.rule, gamma=self.gamma, rows=rows, shared=self.shared, **options)
+        limits: dict[str, Any] = {"rows": config.max_batch, "length": config.max_context}
+        options: dict[str, Any] = {"engine": config.engine, "prefix_cache": config.prefix_cache, "trace": self.trace}
+        return Batch(pair, self.rule, gamma=self.gamma, shared=self.shared, **limits, **options)
 
     def as_json(self) -> dict[str, Any]:
         rule = self.rule

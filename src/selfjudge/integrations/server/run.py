@@ -12,7 +12,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from selfjudge.integrations.asgi import error_body
+from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.api import make_app
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.operation import configure_log
@@ -111,7 +111,7 @@ class Connection(H11Protocol):
         """Answer without a request, and close."""
         self._end_wait()
         self.connections.discard(self)
-        content = json.dumps(error_body(status, message)).encode()
+        content = json.dumps(RefusedError(status, message).body).encode()
         retry = "Retry-After: 1\r\n" if status == 503 else ""
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"

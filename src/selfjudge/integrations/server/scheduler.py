@@ -1,23 +1,24 @@
 """The queue and the batches: one thread decodes, everything else only asks it to.
 
 Requests share one batch, each with its own rule, γ and sampling, and enter it as places become free. Rules that cannot
-share (`RowRules`) have batches of their own, which take turns, one pass or one chunk of a prompt each. The queue is
-first in, first out: a request that must wait holds back those after it. Where clients have different keys each key has
-a queue of its own, and the key with the fewest answers under way is next. Second answers of a share of the requests
-(`shadow`) are decoded while nobody waits and at most half of the places are taken."""
+share (`RowRules`) have batches of their own, at most OWN_BATCHES; the batches take turns, one pass or one chunk of a
+prompt each. The queue is first in, first out: a request that must wait holds back those after it. Where clients have
+different keys each key has a queue of its own, and the key with the fewest answers under way is next. Second answers of
+a share of the requests (`shadow`) are begun while nobody waits and at most half of the places are taken."""
 
 import contextlib
 import logging
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from selfjudge.decoding.answer import Answer
+from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.decoding.text import Batch
 from selfjudge.engine.prefixes import open_store
 from selfjudge.engine.select import PairEngines
@@ -25,7 +26,7 @@ from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, ShadowJobs, Update
 from selfjudge.integrations.server.operation import MODES, Metrics
-from selfjudge.integrations.server.rules import BatchKey, RuleChoice, Rules
+from selfjudge.integrations.server.rules import RuleChoice, Rules
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store.run_folder import LoadWatch
@@ -35,6 +36,7 @@ from selfjudge.types import MAX_GAMMA, Notify, Tell, ignore
 
 LOG = logging.getLogger("selfjudge.server")
 CAPTURE_SECONDS = 20.0  # time for captures before the server is ready; those that are left follow while it is idle
+OWN_BATCHES = 4  # of rules that share none; on CUDA each has a cache
 CPU_ROWS, CUDA_ROWS = 8, 256  # answers at a time where `max_batch` names no number; on CUDA at most
 CUDA_PROMPTS = (40, 40, 600)
 """Tokens of the prompts that are tried out on CUDA: short ones, whose graph is captured the second time; a long one."""
@@ -73,14 +75,6 @@ def warm_up(pair: Pair, choice: RuleChoice, config: ServerConfig, notify: Notify
     return made
 
 
-@dataclass
-class _ActiveBatch:
-    """A batch that is being decoded, and the jobs of its answers."""
-
-    batch: Batch
-    jobs: dict[Answer, CompletionJob] = field(default_factory=dict)
-
-
 class Scheduler:
     """See the module's docstring."""
 
@@ -91,7 +85,8 @@ class Scheduler:
         self.pair, self.rules, self.config, self.metrics = pair, rules, config, metrics
         self._state = threading.Condition()  # guards all that follows
         self._queue: deque[CompletionJob] = deque()
-        self._active: dict[BatchKey, _ActiveBatch] = {}  # changed by the decoding thread alone
+        self._batches: dict[RowRules | RuleChoice, Batch] = {}  # by the key of choices
+        self._jobs: dict[Answer, CompletionJob] = {}  # those that are being decoded
         self._encoding: Counter[int] = Counter()  # requests whose prompt becomes token ids now, by key
         self._running = 0
         self._prefilled = dict.fromkeys(MODES, 0)  # tokens that prefill yielded, which belong to no cycle
@@ -100,7 +95,7 @@ class Scheduler:
         metrics.gauge("queue_depth", lambda: len(self._queue))
         metrics.gauge("encoding", self._encoding.total)
         metrics.gauge("running", lambda: self._running)
-        metrics.gauge("batches", lambda: len(self._active))
+        metrics.gauge("batches", lambda: len(self._batches))
         self._gamma = dict.fromkeys(MODES, 0)
         for mode in MODES:
             metrics.gauge("mean_accepted_length", partial(self._mean_accepted_length, mode), mode=mode)
@@ -187,11 +182,10 @@ class Scheduler:
 
     def _work(self) -> None:
         while self._prepare():
-            if self._captures and not self._active:
+            if self._captures and not self._batches:
                 self._capture()
-            for key in list(self._active):
-                if not key.background or self._calm:
-                    self._turn(key)
+            for key in list(self._batches):
+                self._turn(key)
 
     @property
     def _captures(self) -> bool:
@@ -207,72 +201,58 @@ class Scheduler:
             LOG.exception("a cycle could not be captured")
             self.warm_up.done = True
 
-    @property
-    def _calm(self) -> bool:
-        """Whether there is time for second answers."""
-        return not self._queue and self._running <= self.config.max_batch // 2
-
     def _second_answer(self) -> CompletionJob | None:
-        """The next job of `shadow`, if there is time for it. One at a time: it has a batch of its own."""
-        if self.shadow is None or not self.shadow.waiting or self.closed or not self._calm:
+        """The next job of `shadow`, if there is time for it: one at a time, while others have half of the places."""
+        calm = not self._queue and len(self._jobs) <= self.config.max_batch // 2
+        if self.shadow is None or not self.shadow.waiting or self.closed or not calm:
             return None
-        return None if any(key.background for key in self._active) else self.shadow.waiting.popleft()
+        return None if any(job.background for job in self._jobs.values()) else self.shadow.waiting.popleft()
 
     def _prepare(self) -> bool:
         """Wait for work, remove jobs that were given up, admit those that wait; False when it is time to stop."""
         with self._state:
             second = self._second_answer()
-            while not (self._queue or self._active or self._stopping or second or self._captures):
+            while not (self._queue or self._jobs or self._stopping or second or self._captures):
                 self._state.wait()
-            if self._stopping and not self._active:
+            if self._stopping and not self._jobs:
                 return False
-            entering: list[CompletionJob] = []
+            entering = [] if second is None else [second]
             while (job := self._next(entering)) is not None:
                 self._queue.remove(job)
+                self._running += 1
                 entering.append(job)
-            self._running += len(entering)
-        for job in (*entering, *([second] if second else [])):
+        for job in entering:
             self._enter(job)
-        for active in self._active.values():
-            for answer, job in list(active.jobs.items()):
-                if job.given_up or self._stopping:
-                    active.batch.drop(answer)
-                    self._end(active.jobs.pop(answer), answer, job.given_up or "shutdown")
+        for answer, job in list(self._jobs.items()):
+            if job.given_up or self._stopping:
+                self._batches[job.choice.key].drop(answer)
+                self._end(self._jobs.pop(answer), answer, job.given_up or "shutdown")
         return True
 
     def _next(self, entering: Sequence[CompletionJob]) -> CompletionJob | None:
         """The job that enters after these: the first of the key that has the fewest answers, if there is room for it.
 
-        With several keys none may hold the last places and batches: each other key finds one of each."""
-        if self._running + len(entering) >= self.config.max_batch:
-            return None
-        under_way = [job for active in self._active.values() for job in active.jobs.values()]
-        under_way = [job for job in (*under_way, *entering) if not job.choice.background]
-        held: dict[int, list[CompletionJob]] = defaultdict(list)
-        for job in under_way:
-            held[job.key].append(job)
+        With several keys none may hold the last places: each other key finds one."""
+        under_way = [*self._jobs.values(), *entering]
+        held = Counter(job.key for job in under_way if not job.background)
+        places = max(1, self.config.max_batch - max(0, len(self.config.keys) - 1))  # of one key
         first = {job.key: job for job in reversed(self._queue)}
-        fitting = [job for job in self._queue if first[job.key] is job and self._leaves_room(job, held[job.key])]
-        if not fitting:
+        fitting = [job for job in self._queue if first[job.key] is job and held[job.key] < places]
+        if not fitting or len(under_way) >= self.config.max_batch:
             return None
-        job = min(fitting, key=lambda candidate: len(held[candidate.key]))
-        return job if _count_batches(job, under_way) <= self.config.max_batches else None
-
-    def _leaves_room(self, job: CompletionJob, held: Sequence[CompletionJob]) -> bool:
-        """Whether other keys find a place and a batch when a key that holds these jobs gets one more."""
-        others = max(0, len(self.config.keys) - 1)
-        places, batches = (max(1, most - others) for most in (self.config.max_batch, self.config.max_batches))
-        return len(held) < places and _count_batches(job, held) <= batches
+        job = min(fitting, key=lambda candidate: held[candidate.key])
+        own = {one.choice.key for one in (job, *under_way) if one.choice.shared is None}
+        return job if job.choice.shared is not None or len(own) <= OWN_BATCHES else None
 
     def _enter(self, job: CompletionJob) -> None:
-        active = self._active.get(job.choice.key)
+        batch = self._batches.get(job.choice.key)
         try:
             if job.logprobs is not None and job.echoed:
                 with PairEngines(self.pair, self.config.engine, drafts=False).borrow() as engines:
                     job.logprobs.read_prompt(engines.target, job.prompt)
-            if active is None:
-                active = _ActiveBatch(job.choice.make_batch(self.pair, self.config))
-            answer = active.batch.add(
+            if batch is None:
+                batch = job.choice.make_batch(self.pair, self.config)
+            answer = batch.add(
                 job.prompt,
                 max_new_tokens=job.max_new_tokens,
                 stop=job.stop,
@@ -288,55 +268,48 @@ class Scheduler:
             LOG.exception("an answer could not be started")
             self._end(job, None, "error")
             return
-        if not job.choice.background:
+        if not job.background:
             self.metrics.observe("queue_seconds", time.perf_counter() - job.arrived, mode=job.choice.mode)
-        active.jobs[answer], job.load = job, LoadWatch()
-        with self._state:
-            self._active[job.choice.key] = active
+        job.load, self._jobs[answer], self._batches[job.choice.key] = LoadWatch(), job, batch
 
-    def _turn(self, key: BatchKey) -> None:
+    def _turn(self, key: RowRules | RuleChoice) -> None:
         """One pass of one batch."""
-        active = self._active[key]
+        batch, output = self._batches[key], []
         try:
-            output = active.batch.step(crowded=len(self._active) > 1)
+            output = batch.step(crowded=len(self._batches) > 1)
         except Exception as error:  # these answers are lost, the server goes on
             LOG.exception("a batch failed")
             failure: Failure = "memory" if isinstance(error, torch.OutOfMemoryError) else "error"
-            for answer in list(active.jobs):
-                self._end(active.jobs.pop(answer), answer, failure)
-            output = []
+            for answer in [answer for answer, job in self._jobs.items() if job.choice.key == key]:
+                self._end(self._jobs.pop(answer), answer, failure)
         for answer, pieces in output:
-            job = active.jobs.get(answer)
+            job = self._jobs.get(answer)
             if job is None:
                 continue
             if answer.out_of_memory:
-                self._end(active.jobs.pop(answer), answer, "memory")
+                self._end(self._jobs.pop(answer), answer, "memory")
                 continue
             if answer.cycles:
                 self._gamma[job.choice.mode] = answer.gamma
-            elif not key.background:
+            elif not job.background:
                 job.begun = time.perf_counter()
                 self.metrics.observe("time_to_first_token_seconds", job.begun - job.arrived, mode=job.choice.mode)
             text = "".join(piece.text for piece in pieces)
-            if job.detailed:
-                job.send(Update(text, pieces, answer.cycles))
-            elif text:
-                job.send(Update(text))
+            if text or job.detailed:
+                job.send(Update(text, pieces if job.detailed else (), answer.cycles))
             if answer.finish is not None:
-                self._end(active.jobs.pop(answer), answer, None)
-        if not active.jobs:
-            with self._state:
-                del self._active[key]
-            active.batch.close()
+                self._end(self._jobs.pop(answer), answer, None)
+        if not any(job.choice.key == key for job in self._jobs.values()):
+            self._batches.pop(key).close()
 
     def _end(self, job: CompletionJob, answer: Answer | None, failure: Failure | None, *, running: bool = True) -> None:
         """Count a job that is over, and send its last update."""
-        if running and not job.choice.background:
+        if running and not job.background:
             with self._state:
                 self._running -= 1
         job.over = True
         result = answer.generation() if answer is not None and failure is None else None
-        if not job.choice.background:
+        if not job.background:
             finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
             self._count(job, answer, finish)
         job.send(Update(result=result, failure=failure))
@@ -360,10 +333,6 @@ class Scheduler:
             for origin in ("draft", "judge", "target"):
                 self.metrics.add("tokens_total", answer.origins.count(origin), mode=mode, origin=origin)
             self._prefilled[mode] += bool(answer.tokens)
-
-
-def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
-    return len({one.choice.key for one in (job, *others)})
 
 
 def _choose_rows(pair: Pair, choice: RuleChoice, config: ServerConfig, context: int) -> int:

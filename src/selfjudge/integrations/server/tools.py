@@ -97,10 +97,8 @@ class ToolFormat:
             if message["role"] == "tool":
                 message = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
             elif calls := message.get("tool_calls"):
-                named = [
-                    {"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls
-                ]
-                texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in named]
+                functions = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+                texts = [f"<tool_call>\n{function}\n</tool_call>" for function in functions]
                 message = {"role": "assistant", "content": "\n".join([content, *texts] if content else texts)}
             told.append(message)
         return told

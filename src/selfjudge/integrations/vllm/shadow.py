@@ -16,7 +16,8 @@ import os
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, left, read_body, refuse, replay
+from selfjudge.integrations import asgi
+from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, left, read_body, replay
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.vllm.config import KEY, parse_object
 from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer, watch, watch_scope
@@ -58,7 +59,8 @@ class ShadowMiddleware:
         messages, body = await read_body(receive, LARGEST)
         refuted = self.shadow.monitor.refuted
         if body is None and not left(messages) and refuted:
-            await refuse(send, 413, f"the request has more than {LARGEST} bytes", "request_too_large")
+            large = asgi.RefusedError(413, f"the request has more than {LARGEST} bytes", "request_too_large")
+            await asgi.refuse(send, large)
             return
         request = _parse(body or b"")
         if request is not None and KEY in _extras(request):
