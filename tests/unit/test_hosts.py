@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.hosts import MIDDLEWARE, VARIABLE, HostNames
+from selfjudge.integrations.asgi import HOST_GUARD, HOSTS_VARIABLE, HostNames
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.playground import FACTS
 
@@ -76,15 +76,15 @@ def test_an_allowed_name_has_no_scheme_and_no_port(name: str) -> None:
 def test_serve_puts_the_guard_in_front_of_vllm(monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, str]) -> None:
     called: list[str] = []
     monkeypatch.setattr("selfjudge.integrations.vllm.serve.main", called.extend)
-    for variable in (VARIABLE, FACTS):
+    for variable in (HOSTS_VARIABLE, FACTS):
         monkeypatch.setenv(variable, "")
     models = ["--target", checkpoints["target"], "--draft", checkpoints["draft"]]
     command = ["serve", "--backend", "vllm", *models, "--allowed-host", "judge.example", "--allowed-host", "*.lan"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert MIDDLEWARE in called
+    assert HOST_GUARD in called
     assert called[called.index("--allowed-origins") + 1] == "[]"
-    assert json.loads(os.environ[VARIABLE]) == ["judge.example", "*.lan", "127.0.0.1"]
+    assert json.loads(os.environ[HOSTS_VARIABLE]) == ["judge.example", "*.lan", "127.0.0.1"]
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
@@ -101,8 +101,8 @@ def test_the_same_in_front_of_vllm(monkeypatch: pytest.MonkeyPatch, kind: str) -
         asyncio.run(guard(scope(host, kind=kind), None, send))
         return messages
 
-    monkeypatch.setenv(VARIABLE, json.dumps(["judge.example"]))
-    module, _, name = MIDDLEWARE.rpartition(".")
+    monkeypatch.setenv(HOSTS_VARIABLE, json.dumps(["judge.example"]))
+    module, _, name = HOST_GUARD.rpartition(".")
     guard = getattr(importlib.import_module(module), name)(application)
     assert sent("localhost:8000") == sent("judge.example") == [{"type": "answer"}]
     first, *rest = sent("evil.example")

@@ -23,7 +23,7 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import Rules
-from selfjudge.integrations.server.scheduler import Scheduler, WarmUp, warm_up
+from selfjudge.integrations.server.scheduler import Scheduler, WarmUp
 from selfjudge.models.pair import Pair
 
 Begin = Callable[..., Scheduler]
@@ -359,7 +359,12 @@ def test_captures_that_find_no_memory_do_not_end_the_server(begin: Begin, monkey
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(Batch, "capture", full)
-    assert warm_up(scheduler.pair, scheduler.rules.choose(), scheduler.config, lambda stage, share: None).done
+    scheduler.warm_up = WarmUp(scheduler.pair, scheduler.rules.choose(), scheduler.config)
+    scheduler.start()
+    wait_for(lambda: scheduler.warm_up.done)
+    asked, updates = job(scheduler)
+    scheduler.submit(asked)
+    assert last(updates).failure is None
 
 
 def wait_for(happened: Callable[[], bool]) -> None:

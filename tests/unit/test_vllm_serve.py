@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fake_certificate import recipe_folder
 from selfjudge.cli.main import app
-from selfjudge.integrations.hosts import VARIABLE
+from selfjudge.integrations.asgi import HOSTS_VARIABLE
 from selfjudge.integrations.server.playground import FACTS
 from selfjudge.models.pair import Pair
 
@@ -20,7 +20,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command of the server that would be started."""
     words: list[str] = []
     monkeypatch.setattr("selfjudge.integrations.vllm.serve.main", words.extend)
-    for variable in (VARIABLE, FACTS):
+    for variable in (HOSTS_VARIABLE, FACTS):
         monkeypatch.setenv(variable, "")
     return words
 

@@ -24,7 +24,7 @@ from selfjudge.cli.output import Progress, fill_text, print_json, waiting, warn
 from selfjudge.decoding.costs import watch_measuring
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
-from selfjudge.integrations import hosts
+from selfjudge.integrations import asgi
 from selfjudge.integrations.server import playground
 from selfjudge.integrations.server.config import ServerConfig, listen
 from selfjudge.integrations.vllm import serve as vllm_server
@@ -267,10 +267,10 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
             os.environ[shadow.VARIABLE] = json.dumps(settings)
             flags += ["--middleware", shadow.MIDDLEWARE]
     # the last one is asked first; vLLM lets pages of all origins ask it, unless told otherwise
-    flags += ["--middleware", hosts.MIDDLEWARE, "--allowed-origins", "[]"]
+    flags += ["--middleware", asgi.HOST_GUARD, "--allowed-origins", "[]"]
     flags += ["--served-model-name", config.name] if config.name else []
     flags += ["--dtype", models.dtype] if models.dtype else []
-    os.environ[hosts.VARIABLE] = json.dumps(config.allowed_host)
+    os.environ[asgi.HOSTS_VARIABLE] = json.dumps(config.allowed_host)
     arguments = vllm_server.command(models.name, models.draft, own, gamma=gamma, more=[*flags, *more])
     facts = {
         "backend": "vllm",

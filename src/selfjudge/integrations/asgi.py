@@ -1,8 +1,14 @@
-"""ASGI messages, and errors as OpenAI's clients read them: for our server and our middlewares in front of vLLM's."""
+"""ASGI messages, errors as OpenAI's clients read them, and names of hosts: for our server and in front of vLLM's."""
 
 import json
+import os
+import re
+import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from ipaddress import ip_address
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -12,6 +18,11 @@ Send = Callable[[Message], Awaitable[None]]
 ASGI = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout"}
+HOSTS_VARIABLE = "SELFJUDGE_ALLOWED_HOSTS"  # the variable that has, in front of vLLM, the allowed names as JSON
+HOST_GUARD = "selfjudge.integrations.asgi.HostGuard"  # for vLLM's `--middleware`
+ALLOWED = re.compile(r"[\w.*-]+|\[?[0-9a-fA-F]*:[\w:.%]*\]?")
+"""A name, with `*` for any part of it, or an address; without a port."""
+_HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 
 
 class RefusedError(Exception):
@@ -66,3 +77,44 @@ def replay(messages: Sequence[Message], rest: Receive) -> Receive:
         return pending.popleft() if pending else await rest()
 
     return receive
+
+
+class HostNames:
+    """The names by which a server may be asked: those of this machine, and those that `allowed` adds.
+
+    A page elsewhere can have a name of its own point at this machine (DNS rebinding): what the page then asks would
+    count as coming from this server's own pages. Such requests carry that name in their Host header."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        own = socket.gethostname()
+        self.patterns = [name.strip("[]").lower() for name in ("localhost", own, own.partition(".")[0], *allowed)]
+
+    def find_foreign(self, scope: Scope) -> str | None:
+        """What is wrong with the Host header of a request, if anything; HTTP/1.0 may leave it out."""
+        for named in [value.decode("latin-1") for header, value in scope["headers"] if header == b"host"]:
+            found = _HOST.fullmatch(named)
+            if found is None or not self._is_own(found[1].strip("[]").lower()):
+                return f"this server does not answer to the name {named[:100]!r}: allow it with --allowed-host"
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a name is allowed, or is an address: nobody can have that point elsewhere."""
+        with suppress(ValueError):
+            return bool(ip_address(host))
+        return any(fnmatchcase(host.removesuffix("."), pattern) for pattern in self.patterns)
+
+
+class HostGuard:
+    """An ASGI application in front of vLLM's."""
+
+    def __init__(self, app: ASGI) -> None:
+        self.app, self.names = app, HostNames(json.loads(os.environ.get(HOSTS_VARIABLE, "[]")))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self.names.find_foreign(scope) if scope["type"] in ("http", "websocket") else None
+        if problem is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await refuse(send, RefusedError(421, problem))
+        else:
+            await send({"type": "websocket.close", "code": 1008, "reason": problem})

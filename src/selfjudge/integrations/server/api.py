@@ -5,10 +5,13 @@ Headers, API key and size of the body are checked before every request. Every ex
 
 import asyncio
 import hmac
+import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, HTTPException as UnreadableBody, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,19 +23,20 @@ from starlette.exceptions import HTTPException
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations import asgi
-from selfjudge.integrations.asgi import ASGI, RefusedError, refuse
-from selfjudge.integrations.hosts import HostNames
+from selfjudge.integrations.asgi import ASGI, HostNames, RefusedError, refuse
 from selfjudge.integrations.server.completions import Completion, Encoder
-from selfjudge.integrations.server.operation import RequestLog
 from selfjudge.integrations.server.playground import headers, page
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import COMPLAINTS, ChatRequest, TextRequest
 from selfjudge.store import parse_json
 
 ENDPOINTS = {"/", "/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+PROBES = ("/health", "/ready", "/metrics")  # asked by machines all day: only their failures are logged
 OPEN = ("/", "/health", "/ready")  # need no key: the playground's page asks for it itself
 SHORT_BODY = 1 << 16  # bytes of a body that is read within milliseconds; a longer one is read aside
 BODY_SECONDS = 30.0  # time that a client has to send the body of its request
+ACCESS = logging.getLogger("selfjudge.access")
+REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 def make_app(scheduler: Scheduler, recipe: Mapping[str, str] | None) -> ASGI:
@@ -50,7 +54,7 @@ def make_app(scheduler: Scheduler, recipe: Mapping[str, str] | None) -> ASGI:
     app.get("/v1/models/{name:path}")(answer.model)
     app.post("/v1/chat/completions")(answer.chat)
     app.post("/v1/completions")(answer.completions)
-    guarded = RequestLog(Guard(app, scheduler))
+    guarded = Guard(app, scheduler)
     if not (origins := scheduler.config.cors_origin):
         return guarded
     shown = ["x-request-id", "retry-after"]
@@ -138,23 +142,20 @@ def _describe_decoding(scheduler: Scheduler) -> dict[str, Any]:
 
 
 async def _answer(_: Request, error: Exception) -> Response:
-    refusal = _as_refusal(error)
+    match error:
+        case RefusedError():
+            refusal = error
+        case SelfJudgeError():
+            refusal = RefusedError(400, str(error))
+        case HTTPException():
+            refusal = RefusedError(error.status_code, str(error.detail))
+        case RequestValidationError():
+            refusal = _refuse_fields(error)
+        case _:
+            refusal = RefusedError(500, "the server failed: its log says why")
     retry = {"Retry-After": "1"} if refusal.status in (429, 503) else None
     headers = error.headers if isinstance(error, HTTPException) else retry
     return JSONResponse(refusal.body, refusal.status, headers)
-
-
-def _as_refusal(error: Exception) -> RefusedError:
-    match error:
-        case RefusedError():
-            return error
-        case SelfJudgeError():
-            return RefusedError(400, str(error))
-        case HTTPException():
-            return RefusedError(error.status_code, str(error.detail))
-        case RequestValidationError():
-            return _refuse_fields(error)
-    return RefusedError(500, "the server failed: its log says why")
 
 
 def _refuse_fields(error: RequestValidationError) -> RefusedError:
@@ -208,7 +209,8 @@ class StrictRoute(APIRoute):
 
 
 class Guard:
-    """An ASGI application around another one."""
+    """An ASGI application around another one: what it answers is counted, logged and has the id of its request, which
+    the client sent or which is new."""
 
     def __init__(self, app: ASGI, scheduler: Scheduler) -> None:
         self.app, self.metrics, self.max_bytes = app, scheduler.metrics, scheduler.config.max_body
@@ -216,33 +218,48 @@ class Guard:
         self.keys = [f"Bearer {key}".encode() for key in scheduler.config.keys]
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+        begun, status, path = time.perf_counter(), 499, scope["path"]  # 499: the client has gone
+        state = scope.setdefault("state", {})  # has a `mode` once a completion was accepted
+        named = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        number = named if REQUEST_ID.fullmatch(named) else f"req-{secrets.token_hex(12)}"
 
-        async def counted(message: asgi.Message) -> None:
+        async def noted(message: asgi.Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"
-                mode = scope["state"].get("mode", "")  # known once a completion was accepted
-                self.metrics.add("requests_total", endpoint=endpoint, status=str(message["status"]), mode=mode)
+                status, endpoint = message["status"], path if path in ENDPOINTS else "other"
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", number.encode())]}
+                self.metrics.add("requests_total", endpoint=endpoint, status=str(status), mode=state.get("mode", ""))
             await send(message)
 
+        try:
+            await self._pass_on(scope, receive, noted)
+        finally:
+            if status >= 400 or path not in PROBES:
+                seconds = round(time.perf_counter() - begun, 4)
+                line = {"method": scope["method"], "path": quote(path), "status": status, "seconds": seconds}
+                words = "{method} {path} {status} {seconds} s".format(**line)
+                fields = {"request_id": number, **line, "mode": state.get("mode", "")}
+                ACCESS.info(f"{words} {number}", extra={"fields": fields})
+
+    async def _pass_on(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        """Let the application answer, unless the request is refused by its head or for its size."""
         try:
             self._check(scope)
             async with asyncio.timeout(BODY_SECONDS):
                 messages = await self._read(scope, receive)
-        except (RefusedError, TimeoutError) as error:
-            late = RefusedError(408, "the request did not arrive in time")
-            await refuse(counted, error if isinstance(error, RefusedError) else late)
-            return
-        await self.app(scope, asgi.replay(messages, receive), counted)
+        except RefusedError as error:
+            await refuse(send, error)
+        except TimeoutError:
+            await refuse(send, RefusedError(408, "the request did not arrive in time"))
+        else:
+            await self.app(scope, asgi.replay(messages, receive), send)
 
     def _check(self, scope: asgi.Scope) -> None:
         """Refuse a request by its head; notes which key it has and when it came."""
         names = [name for name, _ in scope["headers"]]
         sent = dict(scope["headers"]).get(b"authorization", b"")
         known = [number for number, key in enumerate(self.keys) if hmac.compare_digest(sent, key)]
-        scope.setdefault("state", {}).update(key=known[0] if known else 0, arrived=time.perf_counter())
+        scope["state"].update(key=known[0] if known else 0, arrived=time.perf_counter())
         if b"content-length" in names and b"transfer-encoding" in names:  # a proxy could read it differently
             raise RefusedError(400, "a request has a content-length or a transfer-encoding, not both")
         if names.count(b"authorization") > 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.integrations.hosts import ALLOWED
+from selfjudge.integrations.asgi import ALLOWED
 from selfjudge.models.device import parse_memory
 from selfjudge.types import ENGINES, check_settings, setting
 

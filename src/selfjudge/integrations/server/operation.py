@@ -1,19 +1,12 @@
-"""What operators see of a running server: figures in the text format of Prometheus, and lines of the log.
-
-The log is for people or JSON; each request has an id and leaves a line."""
+"""What operators see of a running server: figures in the text format of Prometheus, and a log for people or as JSON."""
 
 import json
 import logging
-import re
-import secrets
-import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from selfjudge.integrations import asgi
 from selfjudge.store import read_asset
 
 PREFIX = "selfjudge_"
@@ -21,9 +14,6 @@ BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 MODES = ("judged", "off")  # values of the label `mode`: whether a draft could be accepted against the target's choice
 
 DECLARED = json.loads(read_asset(__package__, "metrics.json"))  # what there is to count, and what each name means
-ACCESS = logging.getLogger("selfjudge.access")
-PROBES = ("/health", "/ready", "/metrics")  # asked by machines all day: only their failures are logged
-REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class Metrics:
@@ -36,12 +26,11 @@ class Metrics:
             name: Counter(PREFIX + name, declared["about"], declared["labels"], registry=self.registry)
             for name, declared in DECLARED["counters"].items()
         }
-        self._histograms = {
-            name: Histogram(
-                PREFIX + name, declared["about"], ["mode"], buckets=_buckets(declared), registry=self.registry
-            )
-            for name, declared in DECLARED["histograms"].items()
-        }
+        self._histograms = {}
+        for name, declared in DECLARED["histograms"].items():
+            steps = declared.get("steps") or [declared["unit"] * seconds for seconds in BUCKETS]
+            histogram = Histogram(PREFIX + name, declared["about"], ["mode"], buckets=steps, registry=self.registry)
+            self._histograms[name] = histogram
         self._gauges: dict[str, Gauge] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -68,10 +57,6 @@ class Metrics:
         return str(generate_latest(self.registry), "utf-8")
 
 
-def _buckets(declared: dict[str, Any]) -> list[float]:
-    return declared.get("steps") or [declared["unit"] * seconds for seconds in BUCKETS]
-
-
 class JsonLines(logging.Formatter):
     """One JSON object a line."""
 
@@ -89,31 +74,3 @@ def configure_log(form: str) -> None:
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.getLogger("selfjudge").setLevel(logging.INFO)
-
-
-class RequestLog:
-    """An ASGI application around another one: responses carry the id that the client sent, or a new one."""
-
-    def __init__(self, app: asgi.ASGI) -> None:
-        self.app = app
-
-    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        begun, status, state = time.perf_counter(), 499, scope.setdefault("state", {})  # 499: the client has gone
-        named = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        number = named if REQUEST_ID.fullmatch(named) else f"req-{secrets.token_hex(12)}"
-
-        async def identified(message: asgi.Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", number.encode())]}
-            await send(message)
-
-        try:
-            await self.app(scope, receive, identified)
-        finally:
-            seconds, path = round(time.perf_counter() - begun, 4), quote(scope["path"])
-            line = {"request_id": number, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
-            if status >= 400 or path not in PROBES:
-                words = f"{scope['method']} {path} {status} {seconds} s {number}"
-                ACCESS.info(words, extra={"fields": {**line, "mode": state.get("mode", "")}})

@@ -67,14 +67,6 @@ class WarmUp:
             self.done = True
 
 
-def warm_up(pair: Pair, choice: RuleChoice, config: ServerConfig, notify: Notify) -> WarmUp:
-    """Try out answers under the server's own rule, and capture its cycles for at most CAPTURE_SECONDS."""
-    made = WarmUp(pair, choice, config)
-    made.try_out()
-    made.capture(CAPTURE_SECONDS, partial(notify, "capturing graphs"))
-    return made
-
-
 class Scheduler:
     """See the module's docstring."""
 
@@ -183,7 +175,12 @@ class Scheduler:
     def _work(self) -> None:
         while self._prepare():
             if self._captures and not self._batches:
-                self._capture()
+                assert self.warm_up is not None
+                try:
+                    self.warm_up.capture(0.0)
+                except Exception:
+                    LOG.exception("a cycle could not be captured")
+                    self.warm_up.done = True
             for key in list(self._batches):
                 self._turn(key)
 
@@ -191,15 +188,6 @@ class Scheduler:
     def _captures(self) -> bool:
         """Whether cycles are left to capture."""
         return self.warm_up is not None and not self.warm_up.done
-
-    def _capture(self) -> None:
-        """Capture one more cycle."""
-        assert self.warm_up is not None
-        try:
-            self.warm_up.capture(0.0)
-        except Exception:
-            LOG.exception("a cycle could not be captured")
-            self.warm_up.done = True
 
     def _second_answer(self) -> CompletionJob | None:
         """The next job of `shadow`, if there is time for it: one at a time, while others have half of the places."""
@@ -363,7 +351,9 @@ def start_scheduler(
     most = min(config.max_tokens, context - 1)
     config = replace(config, name=config.name or pair.name, max_context=context, max_tokens=most)
     scheduler = Scheduler(pair, rules, config, Metrics())
-    scheduler.warm_up = warm_up(pair, rules.choose(), config, notify)
+    scheduler.warm_up = WarmUp(pair, rules.choose(), config)
+    scheduler.warm_up.try_out()
+    scheduler.warm_up.capture(CAPTURE_SECONDS, partial(notify, "capturing graphs"))
     if monitor is not None:
         assert recipe is not None
         shadow = Shadow(monitor, config.shadow, LOG, scheduler.metrics.registry, watch_scope(recipe))

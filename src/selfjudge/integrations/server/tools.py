@@ -146,12 +146,9 @@ class CallReader:
 
     def _hold(self) -> int:
         """Where text begins that may turn out to be a call."""
-        for at in range(0 if not (self.at_start and self.told) else len(self.rest), len(self.rest)):
-            if self.lead.startswith(self.rest[at : at + len(self.lead)]):
-                return at
-            if self.at_start:
-                break
-        return len(self.rest)
+        possible = [0] if self.at_start and not self.told else [] if self.at_start else range(len(self.rest))
+        begins = (at for at in possible if self.lead.startswith(self.rest[at : at + len(self.lead)]))
+        return next(begins, len(self.rest))
 
     def _scan(self) -> int:
         """Follow the arguments, which are a JSON object, to their end or that of the text."""
