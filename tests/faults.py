@@ -101,9 +101,9 @@ FAULTS = (
     Fault("server: a body without a length may be of any size", "integrations/asgi.py",
           "if left(messages) or len(body) > limit:", "if left(messages):", "tests/network/test_server.py tests/attacks/test_server_flood.py"),
     Fault("server: the queue holds one more than it should", "integrations/server/scheduler.py",
-          "for job in self._queue) >= share:", "for job in self._queue) > share:", "tests/network/test_server.py tests/unit/test_scheduler.py tests/attacks/test_server_flood.py"),
+          "for job in self._queue) + jobs > share:", "for job in self._queue) + jobs > share + 1:", "tests/network/test_server.py tests/unit/test_scheduler.py tests/attacks/test_server_flood.py"),
     Fault("server: the metrics need no key", "integrations/server/api.py",
-          'OPEN = ("/", "/health")', 'OPEN = ("/", "/health", "/metrics")', "tests/network/test_server.py"),
+          'OPEN = ("/", "/health", "/ready")', 'OPEN = ("/", "/health", "/ready", "/metrics")', "tests/network/test_server.py"),
     Fault("sandbox: a program reaches the network", "tasks/sandbox/jail.py",
           "| NEWPID | NEWNET,", "| NEWPID,", "tests/process/test_sandbox.py"),
 )  # fmt: skip

@@ -16,8 +16,9 @@ from urllib.parse import quote
 from fastapi import FastAPI, HTTPException as UnreadableBody, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
 from selfjudge.engine.select import PairEngines
@@ -80,14 +81,12 @@ class Endpoints:
 
     async def ready(self) -> Response:
         """Whether a request would find a place; health does not ask for one."""
-        if self.scheduler.alive and not self.scheduler.closed and self.scheduler.full:
-            return JSONResponse({"status": "full"}, 503)
-        return await self.health()
+        health = await self.health()
+        return JSONResponse({"status": "full"}, 503) if health.status_code == 200 and self.scheduler.full else health
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
-        text = self.scheduler.metrics.text()
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.scheduler.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def models(self) -> Response:
         """The one model there is."""
@@ -120,25 +119,26 @@ class Endpoints:
             "created": self.since,
             "owned_by": "selfjudge",
             "max_model_len": self.scheduler.config.max_context,
-            "selfjudge": {**_describe_decoding(self.scheduler), "recipe": self.recipe},
+            "selfjudge": self._describe_decoding(),
         }
 
-
-def _describe_decoding(scheduler: Scheduler) -> dict[str, Any]:
-    """How requests are decoded that name nothing, for the field `selfjudge` of the model."""
-    rules, pair = scheduler.rules, scheduler.pair
-    return {
-        "backend": "torch",
-        **rules.choose().as_json(),
-        "theta": rules.theta,
-        "judge": rules.judge is not None,
-        "uses_judge": rules.choose().rule.judge is not None,
-        "refuted": rules.refuted,
-        "device": pair.target.device.type,
-        "dtype": pair.dtype,
-        "draft_dtype": PairEngines(pair, scheduler.config.engine).draft_dtype,
-        "max_tokens": scheduler.config.max_tokens,
-    }
+    def _describe_decoding(self) -> dict[str, Any]:
+        """How requests are decoded that name nothing."""
+        rules, pair, config = self.scheduler.rules, self.scheduler.pair, self.scheduler.config
+        own = rules.choose()
+        return {
+            "backend": "torch",
+            **own.as_json(),
+            "theta": rules.theta,
+            "judge": rules.judge is not None,
+            "uses_judge": own.rule.judge is not None,
+            "refuted": rules.refuted,
+            "device": pair.target.device.type,
+            "dtype": pair.dtype,
+            "draft_dtype": PairEngines(pair, config.engine).draft_dtype,
+            "max_tokens": config.max_tokens,
+            "recipe": self.recipe,
+        }
 
 
 async def _answer(_: Request, error: Exception) -> Response:

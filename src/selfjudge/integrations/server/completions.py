@@ -21,13 +21,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from selfjudge.decoding.adjust import LogProbabilities
 from selfjudge.decoding.grammar import Grammar, compile_grammar
+from selfjudge.decoding.rules import FLy
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, Update
-from selfjudge.integrations.server.parameters import TokenTexts, choose_sampling, is_blind, make_edits, read_grammar
+from selfjudge.integrations.server.parameters import TokenTexts, choose_sampling, make_edits, read_grammar
 from selfjudge.integrations.server.rules import RuleChoice
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import (
@@ -42,7 +43,6 @@ from selfjudge.models.pair import Pair
 from selfjudge.types import PHASES, Generation
 
 SHORT_BYTES = 1 << 12  # size of a prompt that is encoded within milliseconds
-MESSAGE_BYTES = BYTES_PER_TOKEN  # what a message counts for besides its text: the template adds a token at least
 COMPLETION_TOKENS = 16  # length of a text completion that names none, as at OpenAI
 
 Fields = dict[str, Any]  # of a JSON object
@@ -124,7 +124,8 @@ class Completion:
         if self.encoder.tool_format is not None:
             messages = self.encoder.tool_format.messages(messages, tools)
         more = [tools, *(message.get("tool_calls", "") for message in messages)]
-        size = sum(len(message["content"].encode()) + MESSAGE_BYTES for message in messages) + len(str(more))
+        size = sum(len(message["content"].encode()) for message in messages) + len(str(more))
+        size += BYTES_PER_TOKEN * len(messages)  # for each the template adds a token at least
         template = self.body.chat_template_kwargs or {}
         for name in template.keys() - self.encoder.variables:
             raise RefusedError(400, f"the chat template has no variable {name[:50]!r}", param="chat_template_kwargs")
@@ -173,13 +174,14 @@ class Completion:
 
     def _choose_rule(self, sampling: Sampling | None, *, edited: bool) -> RuleChoice:
         """The rule of this request. One that is blind to edited logits is refused, or replaced where none is named."""
-        options = self.options
-        trace, seeded = options.judged_tokens or options.tokens, self.body.seed is not None
+        options, seeded = self.options, self.body.seed is not None
+        trace = options.judged_tokens or options.tokens
         choose = partial(self.scheduler.rules.choose, sampling=sampling, trace=trace, seeded=seeded)
         try:
             asked = options.rule_request() if self.grammar is None else options.rule_request().strictly()
             choice = choose(asked, off=options.off)
-            if edited and is_blind(choice.rule):
+            blind = choice.rule.judge is not None or isinstance(choice.rule, FLy)  # accepts drafts without their logits
+            if edited and blind:
                 if asked.is_open:
                     return choose(asked, off=True)
                 raise SelfJudgeError(
@@ -249,12 +251,10 @@ class Completion:
             self._end()
         choices: list[Fields] = []
         for number, result in sorted(results.items()):
-            message = self._message(number, result)
-            job, described = self.jobs[number], self._describe(number, result)
+            message, job, described = self._message(number, result), self.jobs[number], self._describe(number, result)
             logprobs = self._read_logprobs(number, len(result.tokens) + job.echoed * len(job.prompt))
-            for index in self._indices(number):
-                choices.append(self._choice(index, "message", message, self._finish(number, result), logprobs))
-                choices[-1]["selfjudge"] = described
+            made = self._choices(number, message, self._finish(number, result), logprobs)
+            choices += [{**choice, "selfjudge": described} for choice in made]
         more = {"selfjudge": choices[0].pop("selfjudge")} if len(choices) == 1 else {}  # several speak for themselves
         return {**self.head, "choices": choices, "usage": self._usage(results.values()), **more}
 
@@ -321,19 +321,15 @@ class Completion:
         self, number: int, delta: Fields, finish: str | None = None, logprobs: Fields | None = None, **more: Any
     ) -> str:
         """Events that say what is new about a job, one for each of its choices."""
-        choices = [self._choice(index, "delta", delta, finish, logprobs) for index in self._indices(number)]
+        choices = self._choices(number, delta, finish, logprobs)
         return "".join(_event(self.head, choices=[choice], **more) for choice in choices)
 
-    def _indices(self, number: int) -> range:
-        """The choices that a job is for."""
-        return range(number * self.copies, (number + 1) * self.copies)
-
-    def _choice(
-        self, index: int, name: str, message: Fields, finish: str | None = None, logprobs: Fields | None = None
-    ) -> Fields:
-        """One choice of a response; `name` is that of a chat's message."""
+    def _choices(self, number: int, message: Fields, finish: str | None, logprobs: Fields | None) -> list[Fields]:
+        """The choices of a response that a job is for."""
+        name = "delta" if self.body.stream else "message"
         content = {name: message} if self.chat else {"text": message.get("content", "")}
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+        choice = {**content, "logprobs": logprobs, "finish_reason": finish}
+        return [{"index": index, **choice} for index in range(number * self.copies, (number + 1) * self.copies)]
 
     def _echo(self, number: int) -> str:
         """The prompt of a job, where the answer is to begin with it."""
@@ -390,13 +386,11 @@ class Completion:
 
 def _describe_tokens(update: Update) -> Fields:
     """The field `selfjudge` of a chunk whose tokens were asked for."""
-    if not update.pieces:
-        return {}
-    tokens = []
-    for piece in update.pieces:
-        judged = asdict(piece.judged) if piece.judged else {}
-        tokens.append({**judged, "token": piece.token, "text": piece.text, "origin": piece.origin})
-    return {"selfjudge": {"cycle": update.cycle, "tokens": tokens}}
+    tokens = [
+        {**(asdict(one.judged) if one.judged else {}), "token": one.token, "text": one.text, "origin": one.origin}
+        for one in update.pieces
+    ]
+    return {"selfjudge": {"cycle": update.cycle, "tokens": tokens}} if tokens else {}
 
 
 def _event(data: Fields, **more: Any) -> str:

@@ -11,7 +11,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from selfjudge.decoding.adjust import LeastTokens, Penalties, TokenBias, TokenLogprobs
 from selfjudge.decoding.edits import LogitsEdit, RowEdits
 from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text, json_rule
-from selfjudge.decoding.rules import AcceptanceRule, FLy
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError
@@ -50,11 +49,6 @@ def make_edits(body: CompletionRequest, prompt: Sequence[int], eos_ids: Sequence
         ends = [token for token in (*eos_ids, *body.stop_token_ids) if token < vocabulary]
         edits.append(LeastTokens(body.min_tokens, ends))
     return tuple(edits)
-
-
-def is_blind(rule: AcceptanceRule) -> bool:
-    """Whether a rule accepts drafts without looking at their logits, and so cannot honour edits."""
-    return rule.judge is not None or isinstance(rule, FLy)
 
 
 def read_grammar(pair: Pair, body: CompletionRequest, written: ToolFormat | None) -> Grammar | None:
