@@ -16,6 +16,7 @@ from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import Exact, Judged, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate, stream
+from selfjudge.judge.config import shipped_judge
 from selfjudge.judge.model import Judge
 from selfjudge.label.methods import predict_draft_tokens
 from selfjudge.label.score import Case, Scorer
@@ -102,7 +103,7 @@ def test_a_refusing_judge_is_exact_and_the_guard_holds_back_an_accepting_one(emb
 
 def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) -> None:
     """Its scores in the loop are those of plain transformers passes, on both engines, and stricter thresholds take less."""
-    folder = EMBEDDED["smollm2-135m"].judge
+    folder = shipped_judge("smollm2-135m")
     assert folder is not None
     judge = Judge.from_pretrained(folder)
     judge.config.check_target(embedded.target_id, embedded.target_sha256, embedded.hidden_size)

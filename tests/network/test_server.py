@@ -29,7 +29,6 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import listen
 from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import Generation
@@ -652,7 +651,7 @@ def test_a_short_prompt_passes_a_long_one_that_goes_with_its_client(embedded_ser
 
 def test_the_embedded_pair_says_over_http_what_generate_says(embedded_server: Server, shipped: Pair) -> None:
     server = embedded_server
-    judge = Judge.from_pretrained(EMBEDDED["smollm2-135m"].judge or "")
+    judge = Judge.from_pretrained("smollm2-135m")
     prompts = ["Why is the sky blue?", "Write a haiku about rain."]
     rules = [EXACT, RuleRequest("judged", theta="R").resolve(shipped, judge)]
     for prompt, how, rule in zip(prompts, ({}, {"rule": "judged"}), rules, strict=True):

@@ -13,6 +13,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations import sglang
 from selfjudge.integrations.vllm import serve
+from selfjudge.judge.config import shipped_judge
 from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder
 from selfjudge.store import home
 from selfjudge.types import MAX_GAMMA
@@ -101,7 +102,7 @@ def _pairs() -> list[dict[str, Any]]:
             "name": e.name,
             "target": e.model,
             "draft": "ships with the package" if e.draft else "none yet",
-            "judge": "ships with the package" if e.judge else "none yet",
+            "judge": "ships with the package" if shipped_judge(e.name) else "none yet",
             "licence": e.licence,
             "pulled": (home() / "models" / f"{e.name}.gguf").is_file(),
         }

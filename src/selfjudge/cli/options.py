@@ -27,7 +27,7 @@ from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.config import parse_object
-from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.label.config import BACKENDS
 from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, draft_for
 from selfjudge.models.device import choose_device, parse_memory
@@ -230,8 +230,7 @@ class PairOptions(DeviceOptions):
     @property
     def shipped_judge(self) -> Path | None:
         """The judge in the package for this target, labelled with this draft or another."""
-        known = EMBEDDED.get(self.name)
-        return known.judge if known else None
+        return shipped_judge(self.name)
 
     def check_judge(self, judge: JudgeConfig) -> None:
         """Refuse a judge of another target, where the target's hash is known before it is loaded."""

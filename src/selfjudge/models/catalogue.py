@@ -5,7 +5,6 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import shipped_judge
 from selfjudge.store import read_json, refuse_foreign, sha256, unreachable, weight_files
 
 _DRAFTS = Path(__file__).with_name("drafts")
@@ -46,11 +45,6 @@ class Embedded:
     def draft_sha256(self) -> str:
         """SHA-256 of the compact draft; empty without one."""
         return "" if self.draft is None else sha256(self.draft / "draft.safetensors")
-
-    @property
-    def judge(self) -> Path | None:
-        """The folder of the judge that ships in the package, if there is one."""
-        return shipped_judge(self.name)
 
 
 EMBEDDED = {

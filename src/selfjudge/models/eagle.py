@@ -332,7 +332,7 @@ def read_head(folder: Path, target: PreTrainedModel) -> EagleHead:
     if embedding is not None and not (own.shape == embedding.shape and torch.equal(own, embedding.to(own))):
         head.embedding = embedding.clone()  # load_file maps the file
     head.own = frozenset(name for name in ("output", "embedding") if getattr(head, name) is not None)
-    check_finite([*head.named_parameters(), *((name, getattr(head, name)) for name in sorted(head.own))], folder)
+    check_finite([*head.named_parameters(), *head.named_buffers()], folder)
     verifier = (record.get("speculators_config") or {}).get("verifier") or {}
     head.folder, head.target_sha256 = folder, record.get("target_sha256", "")
     head.target = record.get("target") or str(verifier.get("name_or_path") or "")

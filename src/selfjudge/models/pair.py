@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
+from selfjudge.judge.config import shipped_judge
 from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder, shipped_draft
+from selfjudge.models.catalogue import check_export, draft_for, head_folder, shipped_draft
 from selfjudge.models.device import limit_memory
 from selfjudge.models.eagle import COMPACT, FORMAT, EagleHead, write_head
 from selfjudge.models.load import Draft, Loader, Target
@@ -99,7 +100,7 @@ class Pair:
     @cached_property
     def judge(self) -> Judge | None:
         """The judge that ships for this target, loaded on first use; None where none ships."""
-        folder = EMBEDDED[self.target_id].judge if self.target_id in EMBEDDED else None
+        folder = shipped_judge(self.target_id)
         return None if folder is None else Judge.from_pretrained(folder)
 
     @property

@@ -78,7 +78,8 @@ class RequestRules:
         """The rule of a request with these `SamplingParams` of vLLM."""
         try:
             rule = self.requested(params.extra_args)
-            if rule is not None and params.temperature and not _samples(rule):
+            alone = isinstance(rule, Judged) and rule.price is None and not rule.matches_needed
+            if rule is not None and params.temperature and not alone:  # it looks at what follows a draft
                 raise SelfJudgeError(f"rule {rule.name!r} is greedy here: leave out the temperature")
         except SelfJudgeError as error:
             if self.warn and str(error) not in self._warned and len(self._warned) < MAX_WARNINGS:
@@ -120,11 +121,6 @@ class RequestRules:
             return None
         guarded = replace(request, rule=with_options(request.text, guard=True), gamma=self.gamma)
         return guarded.resolve(self.special, self.judge, bare=False)
-
-
-def _samples(rule: AcceptanceRule) -> bool:
-    """Whether a rule goes with a temperature: one that does not look at what follows a draft."""
-    return isinstance(rule, Judged) and rule.price is None and not rule.matches_needed
 
 
 def check_supported(config: Any) -> None:

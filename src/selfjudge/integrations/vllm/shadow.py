@@ -65,9 +65,10 @@ class ShadowMiddleware:
         request = _parse(body or b"")
         if request is not None and KEY in _extras(request):
             request = None  # it names its rule
-        if request is not None and refuted:
-            scope, messages = _with_body(scope, _lossless(request))
-        self._notice(request)
+        if request is not None:
+            self.shadow.notice(describe_answer(_prompt(request), 0, 0, 0))
+            if refuted:
+                scope, messages = _with_body(scope, _lossless(request))
         chosen = request is not None and _comparable(request) and self.shadow.choose()
         first = _ResponseText(send)
         self.under_way += 1
@@ -79,11 +80,6 @@ class ShadowMiddleware:
                 task = asyncio.create_task(self._ask_again(scope, request, first.text))
                 self._second.add(task)
                 task.add_done_callback(self._second.discard)
-
-    def _notice(self, request: dict[str, Any] | None) -> None:
-        """Watch what a request without a rule of its own asks for."""
-        if request is not None:
-            self.shadow.notice(describe_answer(_prompt(request), 0, 0, 0))
 
     async def _ask_again(self, scope: Scope, request: dict[str, Any], shown: str | None) -> None:
         """Ask the same without a rule, when there is time, and compare."""

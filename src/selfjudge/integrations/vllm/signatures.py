@@ -28,16 +28,11 @@ def takes(function: Callable[..., Any], known: Sequence[str]) -> None:
         _unknown(f"{function.__qualname__} takes ({', '.join(parameters)}), known is ({', '.join(known)})")
 
 
-def holds(record: type, *names: str) -> None:
-    """Refuse a dataclass or named tuple that lacks one of these fields."""
-    if missing := [name for name in names if name not in inspect.signature(record).parameters]:
-        _unknown(f"{record.__qualname__} has no {', '.join(missing)}")
-
-
 def has(thing: Any, *names: str) -> None:
-    """Refuse an object that lacks one of these attributes."""
-    if missing := [name for name in names if not hasattr(thing, name)]:
-        _unknown(f"{type(thing).__qualname__} has no {', '.join(missing)}")
+    """Refuse an object that lacks one of these attributes, or a dataclass or named tuple that lacks one as a field."""
+    fields = inspect.signature(thing).parameters if isinstance(thing, type) else None
+    if missing := [name for name in names if not (hasattr(thing, name) if fields is None else name in fields)]:
+        _unknown(f"{getattr(thing, '__qualname__', type(thing).__qualname__)} has no {', '.join(missing)}")
 
 
 def exactly(thing: Any, kind: type) -> None:

@@ -16,15 +16,15 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import StepDrafts, Verification
 from selfjudge.integrations.vllm.plan import DraftRows
-from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
+from selfjudge.integrations.vllm.signatures import exactly, has, takes
 
 
 def check() -> None:
     """Refuse a vLLM whose first runner is not the known one."""
     takes(RejectionSampler.forward, ("metadata", "draft_probs", "logits", "sampling_metadata"))
     takes(RejectionSampler.apply_logits_processors, ("logits", "sampling_metadata", "metadata"))
-    holds(ExecuteModelState, "logits", "spec_decode_metadata", "sample_hidden_states")
-    holds(SpecDecodeMetadata, "draft_token_ids", "num_draft_tokens", "target_logits_indices", "logits_indices")
+    has(ExecuteModelState, "logits", "spec_decode_metadata", "sample_hidden_states")
+    has(SpecDecodeMetadata, "draft_token_ids", "num_draft_tokens", "target_logits_indices", "logits_indices")
 
 
 class FirstRunnerSampler(RejectionSampler):
@@ -80,7 +80,8 @@ class FirstRunnerAdapter:
         tokens, rules = drafts.draft_token_ids, self._requested()
         self._rows = rows = self.verification.last.rows(drafts.num_draft_tokens, tokens.device)
         newest = drafts.logits_indices[rows.newest]
-        ids, positions = (_on_device(getattr(self.runner, name))[newest] for name in ("input_ids", "positions"))
+        buffers = self.runner.input_ids, self.runner.positions  # some versions keep a copy on the host beside them
+        ids, positions = (getattr(buffer, "gpu", buffer)[newest] for buffer in buffers)
         hidden, logits, at = state.sample_hidden_states, state.logits, drafts.target_logits_indices
         step = StepDrafts(self._slots, ids, positions, tokens, hidden, logits, at)
         self._approved = self.verification.approve(rules, rows, step)
@@ -113,9 +114,3 @@ class FirstRunnerAdapter:
         own = KnownRequest(request.sampling_params, self.verification.rules(request.sampling_params), self._free.pop())
         self.verification.guards.enter(own.slot, own.rule, request.prompt_token_ids)
         return own
-
-
-def _on_device(buffer: Any) -> Tensor:
-    """The tensor of a buffer that may have a copy on the host."""
-    tensor: Tensor = getattr(buffer, "gpu", buffer)
-    return tensor

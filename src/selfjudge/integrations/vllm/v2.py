@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import StepDrafts, Verification
-from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
+from selfjudge.integrations.vllm.signatures import exactly, has, takes
 
 
 def check() -> None:
@@ -35,9 +35,9 @@ def check() -> None:
         ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos",
          "seq_lens_upper_bound_np", "skip_top_k_top_p"),
     )  # fmt: skip
-    holds(LogitsContext, "expanded_idx_mapping", "input_ids")
-    holds(ExecuteModelState, "input_batch", "hidden_states")
-    holds(
+    has(LogitsContext, "expanded_idx_mapping", "input_ids")
+    has(ExecuteModelState, "input_batch", "hidden_states")
+    has(
         InputBatch, "num_reqs", "num_draft_tokens", "input_ids", "positions", "logits_indices", "cu_num_logits_np",
         "expanded_idx_mapping", "expanded_local_pos", "idx_mapping_np", "idx_mapping",
     )  # fmt: skip
