@@ -19,7 +19,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.report.certificate import certificate_markdown, certificate_page
+from selfjudge.report.certificate import certificate_page
 from selfjudge.tune.recipe import Recipe
 from selfjudge.tune.verify import pack, unpack
 
@@ -328,12 +328,6 @@ HOSTILE = [
 def test_hostile_names_are_text_in_the_certificate(text: str) -> None:
     content = certificate(pair=text, task=f"file:{text}")
     content["versions"] = {"torch": text}
-    lines = certificate_markdown(content).splitlines()
-    for line in lines:
-        if not line.startswith("    "):  # a block of code
-            assert "<" not in line.replace("\\<", "")
-            assert not re.search(r"(?<!\\)\]\(", line)
-    assert not any(line.startswith(("<b>", "# c")) for line in lines)
     page = certificate_page(content, [])
     assert "<script>alert" not in page
     assert "<img" not in page
