@@ -19,7 +19,7 @@ import torch
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.rules_by_row import RowRules
-from selfjudge.decoding.text import Batch
+from selfjudge.decoding.text import Batch, StepOutput
 from selfjudge.engine.prefixes import open_store
 from selfjudge.engine.select import PairEngines
 from selfjudge.integrations.asgi import RefusedError
@@ -260,17 +260,20 @@ class Scheduler:
             self.metrics.observe("queue_seconds", time.perf_counter() - job.arrived, mode=job.choice.mode)
         job.load, self._jobs[answer], self._batches[job.choice.key] = LoadWatch(), job, batch
 
-    def _turn(self, key: RowRules | RuleChoice) -> None:
-        """One pass of one batch."""
-        batch, output = self._batches[key], []
+    def _step(self, key: RowRules | RuleChoice) -> StepOutput:
+        """One pass of one batch; answers of a batch that fails are lost, and the server goes on."""
         try:
-            output = batch.step(crowded=len(self._batches) > 1)
-        except Exception as error:  # these answers are lost, the server goes on
+            return self._batches[key].step(crowded=len(self._batches) > 1)
+        except Exception as error:
             LOG.exception("a batch failed")
             failure: Failure = "memory" if isinstance(error, torch.OutOfMemoryError) else "error"
             for answer in [answer for answer, job in self._jobs.items() if job.choice.key == key]:
                 self._end(self._jobs.pop(answer), answer, failure)
-        for answer, pieces in output:
+            return []
+
+    def _turn(self, key: RowRules | RuleChoice) -> None:
+        """One pass of one batch: tell its jobs what is new."""
+        for answer, pieces in self._step(key):
             job = self._jobs.get(answer)
             if job is None:
                 continue
