@@ -13,7 +13,15 @@ import torch
 from conftest import tiny_model
 from selfjudge.decoding import batch_gamma, loop
 from selfjudge.decoding.admission import Request
-from selfjudge.decoding.costs import CONTRADICTION, MEASURING, RECENT, CostTable, kept_costs, watch_measuring
+from selfjudge.decoding.costs import (
+    CONTRADICTION,
+    MEASURING,
+    RECENT,
+    CostTable,
+    kept_costs,
+    kept_tables,
+    watch_measuring,
+)
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.draft import BatchEngines
@@ -86,8 +94,13 @@ def test_a_table_is_kept_and_belongs_to_one_shape(folder: Path) -> None:
     other.load()
     assert again.cycles == measured().cycles
     assert not other.cycles
+    assert [entry["shape"]["device"] for entry in kept_tables()] == ["cpu"]
     keep(measured(""))  # of unknown models
     assert len([*folder.iterdir()]) == 1
+    keep(
+        measured(json.dumps({"target": {"name": "org/big", "dtype": "auto"}, "device": "cuda"}))
+    )  # of earlier versions
+    assert len(kept_tables()) == 1
 
 
 @pytest.mark.parametrize(
@@ -111,6 +124,7 @@ def test_a_damaged_file_counts_as_none(damage, folder: Path) -> None:  # type: i
     table = CostTable(SHAPE)
     table.load()
     assert not table.cycles
+    assert not kept_tables()
     keep(measured())
     table.load()
     assert table.cycles
