@@ -339,11 +339,11 @@ class Ours(Engine):
 
     def answer(self, prompts: Sequence[list[int]], tokens: int, setting: Any) -> list[list[int]]:
         from selfjudge.decoding.admission import Request
-        from selfjudge.decoding.text import answer_requests
+        from selfjudge.decoding.text import Decoding
 
         rule, gamma = setting
         requests = [Request(ids, tokens) for ids in prompts]
-        answers = answer_requests(self.pair, requests, rule, gamma=gamma, batch=len(requests), trace=False)
+        answers = Decoding(self.pair, rule, gamma=gamma, trace=False).answer(requests, len(requests), ())
         self.cycles += sum(answer.cycles for answer in answers)
         return [list(answer.tokens) for answer in answers]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import tiny_model
-from selfjudge.decoding import batch_gamma, loop
+from selfjudge.decoding import loop
 from selfjudge.decoding.admission import Request
 from selfjudge.decoding.costs import (
     CONTRADICTION,
@@ -163,7 +163,7 @@ def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
     busy: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop.LoadWatch, "describe", lambda self: "this machine is busy" if busy else "")
-    monkeypatch.setattr(batch_gamma, "MEASURE_SECONDS", math.inf)
+    monkeypatch.setattr(loop, "MEASURE_SECONDS", math.inf)
     lent, request = engines(), [Request([5, 6, 7], 12)]
     torch.manual_seed(0)
     plain = [t for step in decode(engines(), request, EXACT, gamma=0) for e in step.emissions for t in e.tokens]
@@ -195,14 +195,14 @@ def test_rows_of_a_busy_machine_are_not_kept_with_others(folder: Path) -> None:
 
 
 def test_a_measurement_that_is_broken_off_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    lent, run = engines(), loop._LiveBatch.run
+    lent, run = engines(), loop.Cycle.run
 
-    def fail(self: loop._LiveBatch, number: int) -> object:
+    def fail(self: loop.Cycle, uniforms: None) -> object:
         if len(lent.kept["gamma"].costs.cycles.get(1, ())) == 2:
             raise KeyboardInterrupt
-        return run(self, number)
+        return run(self, uniforms)
 
-    monkeypatch.setattr(loop._LiveBatch, "run", fail)
+    monkeypatch.setattr(loop.Cycle, "run", fail)
     with pytest.raises(KeyboardInterrupt):
         loop.measure_costs(lent, 1)
     assert not lent.kept["gamma"].costs.covers(1)

@@ -36,10 +36,10 @@ class Acceptance:
             self.reached[: min(n + 1, drafted)] += rows / len(accepted)
             self.accepted[:n] += rows / len(accepted)
 
-    def fade(self, share: float, first: int = 0) -> None:
-        """Let this share of the counts stay, from a position on."""
-        self.reached[first:] *= share
-        self.accepted[first:] *= share
+    def fade(self, share: float) -> None:
+        """Let this share of the counts stay."""
+        self.reached *= share
+        self.accepted *= share
 
     def begin_with(self, other: Acceptance, weight: float) -> None:
         """Start from another's counts, weighted as at most `weight` cycles."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from selfjudge.decoding.acceptance import BLOCK_COUNTS, RowBlocks
+from selfjudge.decoding.acceptance import RowBlocks
 from selfjudge.decoding.cycle import CycleOutcome
 from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.gamma import LiveRows
@@ -79,8 +79,7 @@ class BatchRows:
         gammas = np.array([own if isinstance(own, int) else gamma for own in given], np.int64)
         endless = np.array([request is not None and request.ignore_eos for request in requests], np.bool_)
         needs = np.array([_list_needs(request) for request in requests], np.int64).reshape(-1, 3)
-        counts, run = np.zeros((len(index), BLOCK_COUNTS)), np.zeros_like(index)
-        return cls(index, left, index < 0, gammas, counts, run, endless, objects, needs)
+        return cls(index, left, index < 0, gammas, *RowBlocks.new(len(index)), endless, objects, needs)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -97,15 +96,11 @@ class BatchRows:
             cancelled.difference_update(self.index.tolist())
 
     def select(self, kept: list[int]) -> BatchRows:
-        return BatchRows(*(column[kept] for column in self._columns))
+        return BatchRows(*(column[kept] for column in vars(self).values()))
 
     def extended(self, other: BatchRows) -> BatchRows:
-        return BatchRows(*(np.concatenate(both) for both in zip(self._columns, other._columns, strict=True)))
-
-    @property
-    def _columns(self) -> tuple[NDArray[Any], ...]:
-        state = self.index, self.left, self.finished, self.gamma, self.counts, self.run, self.endless
-        return *state, self.requests, self.needs
+        columns = zip(vars(self).values(), vars(other).values(), strict=True)
+        return BatchRows(*(np.concatenate(both) for both in columns))
 
     @property
     def blocks(self) -> RowBlocks:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from selfjudge.decoding.acceptance import RowBlocks
 from selfjudge.decoding.admission import BatchRows, Request
 from selfjudge.decoding.capture import capture_cycles, time_cycle
-from selfjudge.decoding.costs import CostTable, say_measuring
+from selfjudge.decoding.costs import say_measuring
 from selfjudge.decoding.cycle import CycleSize, is_captured
-from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, LiveRows, PairStatistics, RequestGamma
+from selfjudge.decoding.gamma import GammaController, PairStatistics, RequestGamma
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.engine.draft import BatchEngines
-from selfjudge.store.run_folder import SHORTEST
-
-MEASURE_SECONDS = 4.0  # after so many seconds a model is not measured a second time
-MOST_ROUNDS = 6  # of cycles that are timed
 
 
 class CyclePlan(NamedTuple):
@@ -33,57 +27,7 @@ class CyclePlan(NamedTuple):
     size: CycleSize
     limits: NDArray[np.int64] | None = None  # [B] drafts of each row that are verified; None: all of them
     gammas: NDArray[np.int64] | None = None  # [B] γ of each row; None where the cycle has one
-
-
-class Observed(NamedTuple):
-    """A cycle that was waited for."""
-
-    drafts: int
-    seconds: Mapping[str, float]  # by phase
-    behind: bool  # whether the draft had to catch up
-    gammas: NDArray[np.int64] | None  # as in `CyclePlan`
-
-
-class MeasuringSchedule:
-    """Chooses given numbers of drafts, one after the other, and notes the seconds of each cycle in a table."""
-
-    def __init__(self, costs: CostTable, rows: int) -> None:
-        self.costs, self.max_gamma = costs, MAX_AUTO_GAMMA
-        grid = (1, 2, 3, 4, 6, MAX_AUTO_GAMMA) if rows == 1 else (1, 2, 4)
-        self.round = (0, 0, 1, *grid)  # after plain cycles the draft catches up: the first 1 is void
-        self.left: deque[int] = deque()
-        self.rounds, self.begun = 0, time.perf_counter()
-
-    def choose(self, rows: int, behind: int, live: LiveRows) -> int:
-        return self.left.popleft()
-
-    def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
-        q()  # as it costs in every cycle
-        return True
-
-    def size(self, rows: int, drafts: int) -> CycleSize:
-        return CycleSize(drafts)
-
-    def observe(
-        self, accepted: Any, alive: Any, drafts: int, seconds: Mapping[str, float], blocks: RowBlocks, *, behind: bool
-    ) -> None:
-        if behind and drafts:
-            return
-        rows, spent = len(accepted), (seconds["draft"], sum(seconds.values()) - seconds["draft"])
-        before = self.costs.cycles.get(rows, {}).get(drafts, spent)
-        self.costs.add(rows, drafts, (min(spent[0], before[0]), min(spent[1], before[1])))
-
-    def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def goes_on(self) -> bool:
-        """Whether there is another cycle: two rounds, one of a slow model, more until a busy machine can be told."""
-        spent = time.perf_counter() - self.begun
-        rounds = 1 if spent > MEASURE_SECONDS else MOST_ROUNDS if spent < SHORTEST else 2
-        if not self.left and self.rounds < rounds:
-            self.rounds += 1
-            self.left.extend(self.round)
-        return bool(self.left)
+    behind: bool = False  # whether the draft has to catch up
 
 
 @dataclass
@@ -98,14 +42,14 @@ class BatchGamma:
     rule: AcceptanceRule
     most: int  # maximum drafts of a cycle
     trace: bool = False
-    controller: GammaController | MeasuringSchedule | None = None  # of cycles whose rows all leave γ open
+    controller: GammaController | None = None  # of cycles whose rows all leave γ open
     statistics: PairStatistics | None = None  # what γ is chosen by; None where it is `most` for all rows
     policies: dict[tuple[str, int], RequestGamma] = field(default_factory=dict)  # of rows, by their rules
 
     def __post_init__(self) -> None:
         self.by_row = isinstance(self.rule, RowRules)
         self.lossless = EXACT if self.by_row else self.rule  # the rule of rows that leave γ open
-        if isinstance(self.controller, GammaController) and self.engines.target.static:
+        if self.controller is not None and self.engines.target.static:
             size = self.controller.size
             self.controller.is_captured = lambda rows, gamma: is_captured(
                 self.engines, self.lossless, size(rows, gamma), trace=self.trace, rows=rows
@@ -133,20 +77,20 @@ class BatchGamma:
         `by_gamma` whether answers of this cycle depend on γ."""
         if changed and self.statistics is not None:
             self._choose_for_entered(rows)
-        live = ~rows.finished
+        live, behind = ~rows.finished, plain_cycles > 0
         fixed, static = live & (rows.gamma >= 0), self.engines.target.static
         if self.controller is not None and not fixed.any():
             drafts = self.controller.choose(len(rows), plain_cycles, rows.live)
-            return CyclePlan(CycleSize(drafts))
+            return CyclePlan(CycleSize(drafts), behind=behind)
         gammas = np.where(fixed, rows.gamma, 0)
         if (free := live & ~fixed).any():
             gammas[free] = min(self.most, self._find_policy(self.lossless).choose(len(rows), int(gammas.max())))
         drafts = int(gammas.max())
         alike = self.statistics is None or (not by_gamma and (gammas[live] == drafts).all())
         if not drafts or alike:
-            return CyclePlan(CycleSize(drafts), gammas=gammas)
+            return CyclePlan(CycleSize(drafts), None, gammas, behind)
         size = self._find_policy(self.lossless).size(len(rows), drafts) if static else CycleSize(drafts)
-        return CyclePlan(size, gammas, gammas)
+        return CyclePlan(size, gammas, gammas, behind)
 
     def _choose_for_entered(self, rows: BatchRows) -> None:
         """Give γ to the rows that have entered and whose answers depend on it."""
@@ -156,7 +100,6 @@ class BatchGamma:
         policies = {i: self._find_policy(self.rule_of(rows.requests[i])) for i in entered}
         if self.engines.target.static:
             leave_open = not entered and not (rows.gamma[live] >= 0).any()
-            assert not isinstance(self.controller, MeasuringSchedule)  # which has no statistics
             self.capture_choices(len(rows), (leave_open and self.controller) or self._find_policy(self.lossless))
         most = int(rows.gamma[live].max(initial=0))
         chosen = {policy: policy.choose(len(rows), most) for policy in dict.fromkeys(policies.values())}
@@ -189,19 +132,26 @@ class BatchGamma:
             statistics.capture_seconds = (time.perf_counter() - start) / new
 
     def observe(
-        self, used: NDArray[np.int64], live: NDArray[np.bool_], rows: BatchRows, cycle: Observed
+        self,
+        plan: CyclePlan,
+        drafts: int,
+        used: NDArray[np.int64],
+        live: NDArray[np.bool_],
+        rows: BatchRows,
+        seconds: Mapping[str, float],
     ) -> tuple[float, float]:
-        """Count a cycle in which row b of the `live` ones accepted used[b] drafts. Returns the seconds that the table
-        of costs has for a plain cycle and for this one; zeros where γ is not chosen."""
-        drafts, behind = cycle.drafts, cycle.behind
-        if cycle.gammas is None or self.statistics is None:
+        """Count a cycle of so many `seconds` by phase, in which row b of the `live` ones accepted used[b] drafts.
+        Returns the seconds that the table of costs has for a plain cycle and for this one; zeros where γ is not
+        chosen."""
+        behind = plan.behind
+        if plan.gammas is None or self.statistics is None:
             if self.controller is None:
                 return 0.0, 0.0
-            self.controller.observe(used, live, drafts, cycle.seconds, rows.blocks, behind=behind)
+            self.controller.observe(used, live, drafts, seconds, rows.blocks, behind=behind)
             return self.controller.costs_of(len(rows), drafts)
-        gammas = np.where(live, cycle.gammas, 0)
+        gammas = np.where(live, plan.gammas, 0)
         if not (behind and drafts) and (gammas[live] == drafts).all():
-            self.statistics.costs.watch(len(rows), drafts, sum(cycle.seconds.values()))
+            self.statistics.costs.watch(len(rows), drafts, sum(seconds.values()))
         owners = {i: self._find_policy(self.rule_of(rows.requests[i])) for i in np.flatnonzero(gammas).tolist()}
         for policy in dict.fromkeys(owners.values()):  # the rows of each rule by themselves
             own = np.array([owners.get(i) is policy for i in range(len(rows))])

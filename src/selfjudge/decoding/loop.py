@@ -16,23 +16,25 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
-from selfjudge.decoding.batch_gamma import MOST_ROUNDS, BatchGamma, MeasuringSchedule, Observed
+from selfjudge.decoding.batch_gamma import BatchGamma, CyclePlan
 from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import GUARDS, ROW_STATE, Cycle, CycleSize, Packed, PhaseTimer, find_cycle
 from selfjudge.decoding.edits import apply_edits
-from selfjudge.decoding.gamma import GammaController, PairStatistics, RequestGamma
+from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, PairStatistics, RequestGamma
 from selfjudge.decoding.guards import GuardedBlock, Guards
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules, find_level, list_settings
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BatchEngines
-from selfjudge.store.run_folder import LoadWatch
+from selfjudge.store.run_folder import SHORTEST, LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step
+
+MEASURE_SECONDS = 4.0  # after so many seconds a model is not measured a second time
+MOST_ROUNDS = 6  # of cycles that are timed
 
 
 def decode(
@@ -110,17 +112,9 @@ def _measure(engines: BatchEngines, costs: CostTable, rows: int) -> None:
     """Time cycles of a made-up prompt in caches of their own, and keep the table unless the machine is busy."""
     say_measuring()
     costs.begin(rows)
-    schedule, watch, engines = MeasuringSchedule(costs, rows), LoadWatch(), engines.aside()
-    most = MOST_ROUNDS * (sum(schedule.round) + len(schedule.round))
-    length = min(engines.window - 2, 8 + most)
-    prompt = [engines.target.vocab_size // 2] * min(8, max(1, length // 2))
-    requests = [Request(prompt, max(1, length - len(prompt)))] * rows
-    chooser = BatchGamma(engines, EXACT, schedule.max_gamma, controller=schedule)
-    batch = _LiveBatch(engines, EXACT, schedule.max_gamma, (), False, chooser)
+    watch = LoadWatch()
     try:
-        batch.start(requests)
-        while len(batch.rows.alive) == rows and schedule.goes_on():
-            batch.finish(batch.run(1), batch.rows)
+        _time_cycles(engines.aside(), costs, rows)
     except BaseException:
         costs.drop(rows)
         raise
@@ -133,9 +127,42 @@ def _measure(engines: BatchEngines, costs: CostTable, rows: int) -> None:
         costs.save(rows)
 
 
+def _time_cycles(engines: BatchEngines, costs: CostTable, rows: int) -> None:
+    """Note the shortest seconds of cycles by drafts: in two rounds, one of a slow model, more until a busy machine can
+    be told."""
+    begun, grid = time.perf_counter(), (1, 2, 3, 4, 6, MAX_AUTO_GAMMA) if rows == 1 else (1, 2, 4)
+    cycles_of_round = (0, 0, 1, *grid)  # after plain cycles the draft catches up: the first 1 is void
+    length = min(engines.window - 2, 8 + MOST_ROUNDS * (sum(cycles_of_round) + len(cycles_of_round)))
+    prompt = [engines.target.vocab_size // 2] * min(8, max(1, length // 2))
+    group = PrefillGroup(list(enumerate([Request(prompt, 1)] * rows)), engines.target.device)
+    engines.reserve(rows, length + MAX_AUTO_GAMMA + 1)
+    group.engines = engines
+    group.read_all()
+    last, left = group.output.logits[:, -1].argmax(-1), length - len(prompt) - 1
+    assert engines.draft is not None
+    engines.draft.enter(last)
+    rounds, spent, behind = 0, 0.0, False
+    while rounds < (1 if spent > MEASURE_SECONDS else MOST_ROUNDS if spent < SHORTEST else 2):
+        for drafts in cycles_of_round:
+            if left <= 0:
+                return
+            cycle = Cycle(engines, EXACT, drafts, trace=False, first=last)
+            cycle.draft_on = lambda q: bool(q())  # always, at the cost that asking has in every cycle
+            packed, timer = cycle.run(None)
+            seconds, last = timer.seconds(), cycle.last[:, 0]
+            left -= 1 + int(packed.unpack().accepted.max())
+            if not (behind and drafts):
+                new = seconds["draft"], sum(seconds.values()) - seconds["draft"]
+                old = costs.cycles.get(rows, {}).get(drafts, new)
+                costs.add(rows, drafts, (min(new[0], old[0]), min(new[1], old[1])))
+            behind = not drafts
+        rounds, spent = rounds + 1, time.perf_counter() - begun
+
+
 def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Iterator[Step]:
     """Alternate chunks of prompts with cycles of the live rows, until no row is left and none waits."""
-    target, number, chunk_read = batch.engines.target, 0, False
+    target, number = batch.engines.target, 0
+    chunk_read = False  # whether it is the turn of the live rows
     in_flight: deque[_StartedCycle] = deque()
     while True:
         batch.rows.cancel(cancelled)
@@ -151,6 +178,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
             if not batch.prefill.groups:
                 return
             in_flight.clear()  # all their rows have ended
+            chunk_read = False
         if batch.prefill.ready or batch.is_too_wide(alive):  # finish what is in flight; then rows enter or leave
             if not in_flight:
                 if batch.prefill.ready:
@@ -158,7 +186,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
                 else:
                     batch.shrink(alive)
                 continue
-        elif not batch.prefill.waits(len(alive)) and not (alive and chunk_read):
+        elif not batch.prefill.waits(len(alive)) and not chunk_read:
             chunk_read = True
             try:
                 batch.prefill.read(len(alive), queue.crowded)
@@ -182,8 +210,7 @@ class _StartedCycle(NamedTuple):
     number: int
     packed: Packed
     timer: PhaseTimer
-    behind: bool = False  # whether the draft had to catch up
-    gammas: NDArray[np.int64] | None = None  # drafts of each row, where rows have a γ of their own
+    plan: CyclePlan | None = None  # None of a prefill
 
 
 @dataclass
@@ -295,7 +322,7 @@ class _LiveBatch:
     def run(self, number: int) -> _StartedCycle:
         """Start a cycle: what its rows need, of the γ that they have, or of the best one where all leave it open."""
         assert self.cycle is not None
-        behind, (level, traced, edited) = self.plain_cycles > 0, self.rows.live_needs
+        level, traced, edited = self.rows.live_needs
         rule, chooser = self.by_row.at(level) if self.by_row else self.rule, self.chooser
         plan = chooser.choose(self.rows, self.plain_cycles, changed=self.changed, by_gamma=rule.depends_on_gamma)
         trace = self.trace and traced and plan.size.gamma > 0 and not rule.lossless
@@ -309,7 +336,7 @@ class _LiveBatch:
         packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, self.rows.live_edits if edited else ())
         if captures and chooser.statistics is not None:
             chooser.statistics.capture_seconds = time.perf_counter() - start
-        return _StartedCycle(number, packed, timer, behind, plan.gammas)
+        return _StartedCycle(number, packed, timer, plan)
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)
@@ -324,7 +351,6 @@ class _LiveBatch:
         self.prefill.note(emissions)
         used = np.minimum(outcome.accepted, left - rows.left)  # drafts after the end of an answer are worth nothing
         plain, cost = 0.0, 0.0
-        if started.number:
-            observed = Observed(drafted, seconds, started.behind, started.gammas)
-            plain, cost = self.chooser.observe(used, live, rows, observed)
+        if started.plan is not None:
+            plain, cost = self.chooser.observe(started.plan, drafted, used, live, rows, seconds)
         return Step(started.number, emissions, seconds, non_finite, drafted, cost, plain)

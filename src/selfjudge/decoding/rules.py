@@ -376,8 +376,24 @@ class FLy(AcceptanceRule):
         return aligned | (unsure & _confirmed(aligned, self.window))
 
 
+class Layered(AcceptanceRule):
+    """A rule on top of `base`, which is `exact` or `sampling`, and aligns and draws tokens as it does alone."""
+
+    base: AcceptanceRule
+
+    @property
+    def sampling(self) -> Sampling | None:  # type: ignore[override]
+        return self.base.sampling
+
+    def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
+        return self.base.aligned(block, logits, choice)
+
+    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
+        return self.base.following(block, logits, choice, aligned, n)
+
+
 @dataclass(frozen=True, eq=False)
-class Judged(AcceptanceRule):
+class Judged(Layered):
     """The base rule accepts, OR judge(h at d_i) > θ. With θ = 1 or no score it is the base rule, bit for bit.
 
     On top of `sampling` this is no longer lossless: the base's random numbers are drawn all the same, and the
@@ -414,18 +430,8 @@ class Judged(AcceptanceRule):
         return self.confirm
 
     @property
-    def sampling(self) -> Sampling | None:  # type: ignore[override]
-        return self.base.sampling
-
-    @property
     def reads_logits(self) -> bool:  # type: ignore[override]
         return self.base.reads_logits
-
-    def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
-        return self.base.aligned(block, logits, choice)
-
-    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
-        return self.base.following(block, logits, choice, aligned, n)
 
     def scores(self, block: Block) -> Tensor:
         """[B, γ] P(acceptable) of each draft."""

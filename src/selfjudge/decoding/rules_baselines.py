@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfjudge.decoding.rules import EXACT, AcceptanceRule, compute_margin, gather_tokens, rank_drafts
-from selfjudge.decoding.sampling import Sampling
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, Layered, compute_margin, gather_tokens, rank_drafts
 from selfjudge.types import Block, LazyModule, setting
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class RegretBudget(AcceptanceRule):
 
 
 @dataclass(frozen=True, eq=False)
-class TwoThresholds(AcceptanceRule):
+class TwoThresholds(Layered):
     """p_i(d_i) ≥ single, or u < p_i(d_i)/acc: SGLang's speculative-accept-threshold-single and -acc.
 
     With a temperature: SGLang's condition for a chain of drafts, on top of our lossless `sampling`, with its random
@@ -123,16 +122,6 @@ class TwoThresholds(AcceptanceRule):
     base: AcceptanceRule = EXACT
     guard: bool = False
     special: tuple[int, ...] = ()
-
-    @property
-    def sampling(self) -> Sampling | None:  # type: ignore[override]
-        return self.base.sampling
-
-    def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
-        return self.base.aligned(block, logits, choice)
-
-    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
-        return self.base.following(block, logits, choice, aligned, n)
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         warped = logits.float() if self.sampling is None else self.sampling.warp(logits)

@@ -106,48 +106,39 @@ def generate(
 
     A rule is text (see `selfjudge ls rules`) or an object; `exact` if not given. `GenerateOptions` lists the options.
     """
-    batch, seed, seeds = options.pop("batch", 8), options.pop("seed", None), options.pop("seeds", None)
-    seeded = seed is not None or seeds is not None
-    limit, stop, raw = options.pop("max_new_tokens", 256), options.pop("stop", ()), options.pop("raw", False)
+    batch, stop = options.pop("batch", 8), options.pop("stop", ())
     if batch < 1:
         raise SelfJudgeError(f"`batch` must be at least 1, not {batch}")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
     all_prompts = cast("Sequence[Prompt]", [prompts] if single else prompts)
-    seeds = [row_seed(seed or 0, i) for i in range(len(all_prompts))] if seeds is None else seeds
-    grammar = _read_grammar(pair, options)
-    requests = [
-        Request(pair.encode(prompt, raw=raw), limit, seeds[i], edits=(grammar.begin(),) if grammar else ())
-        for i, prompt in enumerate(all_prompts)
-    ]
-    decoding = _Decoding(pair, rule, seeded=seeded, constrained=bool(grammar), **cast("DecodingOptions", options))
+    decoding, requests = _prepare(pair, all_prompts, rule, options)
     results = decoding.answer(requests, batch, stop)
     return results[0] if single else results
-
-
-def answer_requests(
-    pair: Pair,
-    requests: Sequence[Request],
-    rule: str | AcceptanceRule | None = None,
-    *,
-    batch: int,
-    stop: Sequence[str] = (),
-    **options: Unpack[DecodingOptions],
-) -> list[Generation]:
-    """Answer prompts of token ids, each with its own limit and seed, `batch` at a time; in the order given."""
-    return _Decoding(pair, rule, **options).answer(requests, batch, stop)
 
 
 def stream(
     pair: Pair, prompt: Prompt, rule: str | AcceptanceRule | None = None, **options: Unpack[AnswerOptions]
 ) -> Stream:
     """Answer one prompt token by token; a rule and options as for `generate`."""
-    limit, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
-    ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", None)
-    answer, grammar = Answer(pair.tokenizer, stop, len(ids)), _read_grammar(pair, options)
-    edits, decoding_options = (grammar.begin(),) if grammar else (), cast("DecodingOptions", options)
-    decoding = _Decoding(pair, rule, seeded=seed is not None, constrained=bool(grammar), **decoding_options)
-    request = decoding.examine(Request(ids, limit, row_seed(seed or 0, 0), edits=edits))
-    return Stream(answer, decoding.steps([request], {0: answer}))
+    stop = options.pop("stop", ())
+    decoding, (request,) = _prepare(pair, [prompt], rule, options)
+    answer = Answer(pair.tokenizer, stop, len(request.prompt))
+    return Stream(answer, decoding.steps([decoding.examine(request)], {0: answer}))
+
+
+def _prepare(
+    pair: Pair, prompts: Sequence[Prompt], rule: str | AcceptanceRule | None, options: Any
+) -> tuple[Decoding, list[Request]]:
+    """What decodes under these options, and the requests that they describe."""
+    limit, raw = options.pop("max_new_tokens", 256), options.pop("raw", False)
+    seed, seeds, grammar = options.pop("seed", None), options.pop("seeds", None), _read_grammar(pair, options)
+    seeded = seed is not None or seeds is not None
+    seeds = [row_seed(seed or 0, i) for i in range(len(prompts))] if seeds is None else seeds
+    requests = [
+        Request(pair.encode(prompt, raw=raw), limit, seeds[i], edits=(grammar.begin(),) if grammar else ())
+        for i, prompt in enumerate(prompts)
+    ]
+    return Decoding(pair, rule, seeded=seeded, constrained=bool(grammar), **options), requests
 
 
 @dataclass
@@ -188,7 +179,7 @@ class Batch:
 
         `prefix_cache` is the memory of the pair for what earlier prompts and answers began with: a size such as 1GB, a
         share of what is available, `0` for none, a tenth if not given."""
-        self._decoding = _Decoding(pair, rule, shared=shared, **options)
+        self._decoding = Decoding(pair, rule, shared=shared, **options)
         self._decoding.engines.prefixes = open_store(pair.target_model, prefix_cache)
         self._queue = AdmissionQueue(rows, length)
         self._answers: dict[int, Answer] = {}  # by row number, as the loop counts them
@@ -266,7 +257,7 @@ StepOutput = list[tuple[Answer, list[Piece]]]
 """The answers that got tokens in a step, each with its new pieces of text."""
 
 
-class _Decoding:
+class Decoding:
     """A rule, the engines and the options with which a pair decodes."""
 
     def __init__(
