@@ -126,7 +126,7 @@ def answers_between_captures(
         for request in {0: requests[1:3], 3: requests[3:5], 6: requests[5:]}.get(number, ()):
             queue.put(request)
         if captures:
-            for cycle in capture_cycles(engines, rule, (4, 1, 2)[number % 3], (0, 1, 3, 5)):
+            for cycle in capture_cycles(engines, rule, (4, 1, 2)[number % 3], map(CycleSize, (0, 1, 3, 5))):
                 draft_seconds, rest = time_cycle(cycle, 1 + number % 2)
                 assert min(draft_seconds, rest) >= 0
     return tokens

@@ -16,6 +16,7 @@ from kernel_checks import check_all, check_described, check_pass
 from proposals import ARBITRARY, answers_between_captures, check_proposals, cycles, head_logits, prompts_of, requests_of
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.capture import capture_cycles
+from selfjudge.decoding.cycle import CycleSize
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import (
     AcceptanceRule,
@@ -343,7 +344,7 @@ def test_edits_act_on_the_buffers_of_captured_cycles() -> None:
         for step in decode(engines, requests, Exact(), gamma=3):
             for emission in step.emissions:
                 tokens[emission.row] += emission.tokens
-            capture_cycles(engines, Exact(), 2, [1, 2, 4])
+            capture_cycles(engines, Exact(), 2, map(CycleSize, [1, 2, 4]))
         assert tokens == [expected[0], plain, expected[2]]
 
 

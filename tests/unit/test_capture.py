@@ -61,7 +61,7 @@ def test_the_state_of_all_rows_is_as_before() -> None:
     keys = engines.target.keys[:, :, :, :3].clone()  # type: ignore[attr-defined]
     backlog = engines.draft.backlog.max_missing
     for rows in (1, 2, 3):
-        for cycle in capture_cycles(engines, ARBITRARY, rows, (0, 1, 4)):
+        for cycle in capture_cycles(engines, ARBITRARY, rows, map(CycleSize, (0, 1, 4))):
             last = cycle.last.clone()
             time_cycle(cycle, 3)
             assert torch.equal(cycle.last, last)
@@ -77,11 +77,11 @@ def test_a_captured_cycle_is_found_by_the_loop_and_not_captured_again(monkeypatc
     original = CudaEngine.capture
     monkeypatch.setattr(CudaEngine, "capture", lambda *a: captures.append(1) or original(*a))
     engines.reserve(2, 40)
-    cycles = capture_cycles(engines, EXACT, 2, (0, 2))
+    cycles = capture_cycles(engines, EXACT, 2, map(CycleSize, (0, 2)))
     assert [cycle.gamma for cycle in cycles] == [0, 2]
-    assert capture_cycles(engines, EXACT, 2, (2, 0)) == cycles[::-1]
-    assert all(is_captured(engines, EXACT, gamma, trace=True, rows=2) for gamma in (0, 2))
-    assert not is_captured(engines, EXACT, 2, trace=False, rows=1)
+    assert capture_cycles(engines, EXACT, 2, map(CycleSize, (2, 0))) == cycles[::-1]
+    assert all(is_captured(engines, EXACT, CycleSize(gamma), trace=True, rows=2) for gamma in (0, 2))
+    assert not is_captured(engines, EXACT, CycleSize(2), trace=False, rows=1)
     steps = list(decode(engines, requests_of(prompts_of([5, 6]), 7), EXACT, gamma=2))
     assert sum(map(len, (e.tokens for step in steps for e in step.emissions))) == 14
     rows = {len(cycle.last) for cycle in engines.target.captured_cycles.values()}
@@ -91,8 +91,8 @@ def test_a_captured_cycle_is_found_by_the_loop_and_not_captured_again(monkeypatc
 def test_a_cycle_that_is_about_to_run_keeps_its_tokens() -> None:
     engines = make_engines()
     engines.reserve(2, 40)
-    cycle = find_cycle(engines, EXACT, 2, trace=False, first=torch.tensor([7, 8]))
-    assert capture_cycles(engines, EXACT, 2, (2,)) == [cycle]
+    cycle = find_cycle(engines, EXACT, CycleSize(2), trace=False, first=torch.tensor([7, 8]))
+    assert capture_cycles(engines, EXACT, 2, map(CycleSize, (2,))) == [cycle]
     assert cycle.last.tolist() == [[7], [8]]
     assert cycle.captured is not None
 
@@ -101,15 +101,15 @@ def test_what_cannot_be_captured_or_timed_is_refused() -> None:
     engines = make_engines()
     engines.reserve(2, 40)
     with pytest.raises(ValueError, match="fewer than 4 rows"):
-        capture_cycles(engines, EXACT, 4, (1,))
+        capture_cycles(engines, EXACT, 4, map(CycleSize, (1,)))
     assert len(engines.target.state()[0]) == 2
     assert isinstance(engines.draft, Drafter)
     assert len(engines.draft.backlog.missing) == 2
-    cycle = find_cycle(engines, EXACT, 1, trace=False, first=torch.zeros(2, dtype=torch.long))
+    cycle = find_cycle(engines, EXACT, CycleSize(1), trace=False, first=torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="only a captured cycle"):
         time_cycle(cycle)
     with pytest.raises(ValueError, match="only static engines"):
-        capture_cycles(BatchEngines(make_engine(TARGET, kind="reference")), EXACT, 1, (0,))
+        capture_cycles(BatchEngines(make_engine(TARGET, kind="reference")), EXACT, 1, map(CycleSize, (0,)))
 
 
 @pytest.fixture
@@ -167,5 +167,5 @@ def test_no_more_is_captured_than_an_engine_keeps(monkeypatch: pytest.MonkeyPatc
     engines = make_engines()
     engines.reserve(5, 40)
     assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(1, CycleSize(2)), (2, CycleSize(2))]
-    capture_cycles(engines, EXACT, 1, (2,))
+    capture_cycles(engines, EXACT, 1, map(CycleSize, (2,)))
     assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(2, CycleSize(2))]

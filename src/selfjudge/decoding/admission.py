@@ -138,8 +138,7 @@ class BatchRows:
                 for row, token in zip(active.tolist(), column.tolist(), strict=True):
                     self._advance(row, [token])
             return TokenColumn(self.index[active], column, ended, self.gamma[active])
-        bits = np.zeros_like(outcome.accepted) if outcome.guarded is None else outcome.guarded
-        columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged, bits)
+        columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged, outcome.guarded)
         rows = zip(active.tolist(), *(column[active].tolist() for column in columns), strict=True)
         emissions = []
         for row, k, next_token, drafts, judged, exact in rows:

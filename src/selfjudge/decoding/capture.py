@@ -19,7 +19,7 @@ from selfjudge.types import Gamma
 
 
 def capture_cycles(
-    engines: BatchEngines, rule: AcceptanceRule, rows: int, sizes: Iterable[int | CycleSize], *, trace: bool = False
+    engines: BatchEngines, rule: AcceptanceRule, rows: int, sizes: Iterable[CycleSize], *, trace: bool = False
 ) -> list[Cycle]:
     """Capture the cycle of each size for so many rows, unless it is there; return them in this order.
 

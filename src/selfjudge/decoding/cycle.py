@@ -73,7 +73,7 @@ class CycleOutcome:
     drafts: NDArray[Any]  # [B, γ] draft tokens
     judged: NDArray[Any]  # [B, γ] 1 where the draft was accepted although the alignment rule rejects it
     trace: NDArray[Any] | None  # [B, 4, γ] the four parts of `_trace`
-    guarded: NDArray[Any] | None = None  # [B] `GuardedBlock.bits`
+    guarded: NDArray[Any]  # [B] `GuardedBlock.bits`, zeros of a cycle without guards
 
     def judged_tokens(self, row: int, tokens: int) -> tuple[JudgedToken, ...]:
         """The judged ones among the first `tokens` tokens of a row; none without a trace."""
@@ -116,16 +116,16 @@ class Cycle:
         self,
         engines: BatchEngines,
         rule: AcceptanceRule,
-        size: int | CycleSize,
+        size: CycleSize,
         *,
         trace: bool,
         first: Tensor,
         row_state: Tensor | None = None,
     ) -> None:
         """`first` [B] are the newest tokens of the rows, `row_state` what rules know of them; `trace` asks for what the
-        target wanted at judged tokens. A size that is a number is γ."""
-        self.size = size if isinstance(size, CycleSize) else CycleSize(size)
-        gamma, tokens = self.size
+        target wanted at judged tokens."""
+        self.size = size
+        gamma, tokens = size
         self.target, self.draft = engines.target, engines.draft
         self.rule, self.gamma, self.trace, self.guards = rule, gamma, trace, rule.guards
         self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
@@ -321,7 +321,7 @@ class Cycle:
 def find_cycle(
     engines: BatchEngines,
     rule: AcceptanceRule,
-    size: int | CycleSize,
+    size: CycleSize,
     *,
     trace: bool,
     first: Tensor,
@@ -329,10 +329,9 @@ def find_cycle(
 ) -> Cycle:
     """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one; arguments as of
     `Cycle`."""
-    size = size if isinstance(size, CycleSize) else CycleSize(size)
     trace = trace and size.gamma > 0 and not rule.lossless
     if not engines.target.static:
-        return Cycle(engines, rule, size.gamma, trace=trace, first=first, row_state=row_state)
+        return Cycle(engines, rule, CycleSize(size.gamma), trace=trace, first=first, row_state=row_state)
     kept, key = engines.target.captured_cycles, _key(engines, rule, size, trace, len(first))
     if key in kept:
         cycle: Cycle = kept.pop(key)
@@ -346,17 +345,14 @@ def find_cycle(
     return cycle
 
 
-def is_captured(engines: BatchEngines, rule: AcceptanceRule, size: int | CycleSize, *, trace: bool, rows: int) -> bool:
+def is_captured(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, *, trace: bool, rows: int) -> bool:
     """Whether a static engine has captured a cycle of this size for this number of rows."""
     cycle = kept_cycle(engines, rule, size, trace=trace, rows=rows)
     return cycle is not None and cycle.captured is not None
 
 
-def kept_cycle(
-    engines: BatchEngines, rule: AcceptanceRule, size: int | CycleSize, *, trace: bool, rows: int
-) -> Cycle | None:
+def kept_cycle(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, *, trace: bool, rows: int) -> Cycle | None:
     """The cycle that a static engine keeps for this size and number of rows, captured or about to be."""
-    size = size if isinstance(size, CycleSize) else CycleSize(size)
     trace = trace and size.gamma > 0 and not rule.lossless
     cycle: Cycle | None = engines.target.captured_cycles.get(_key(engines, rule, size, trace, rows))
     return cycle

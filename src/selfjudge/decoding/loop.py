@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
 from selfjudge.decoding.batch_gamma import BatchGamma, CyclePlan
@@ -134,9 +133,9 @@ def _time_cycles(engines: BatchEngines, costs: CostTable, rows: int) -> None:
     cycles_of_round = (0, 0, 1, *grid)  # after plain cycles the draft catches up: the first 1 is void
     length = min(engines.window - 2, 8 + MOST_ROUNDS * (sum(cycles_of_round) + len(cycles_of_round)))
     prompt = [engines.target.vocab_size // 2] * min(8, max(1, length // 2))
-    group = PrefillGroup(list(enumerate([Request(prompt, 1)] * rows)), engines.target.device)
-    engines.reserve(rows, length + MAX_AUTO_GAMMA + 1)
-    group.engines = engines
+    requests = [Request(prompt, max(1, length - len(prompt)))] * rows
+    group = PrefillGroup(list(enumerate(requests)), engines.target.device)
+    group.begin(engines, MAX_AUTO_GAMMA + 1)
     group.read_all()
     last, left = group.output.logits[:, -1].argmax(-1), length - len(prompt) - 1
     assert engines.draft is not None
@@ -146,7 +145,7 @@ def _time_cycles(engines: BatchEngines, costs: CostTable, rows: int) -> None:
         for drafts in cycles_of_round:
             if left <= 0:
                 return
-            cycle = Cycle(engines, EXACT, drafts, trace=False, first=last)
+            cycle = Cycle(engines, EXACT, CycleSize(drafts), trace=False, first=last)
             cycle.draft_on = lambda q: bool(q())  # always, at the cost that asking has in every cycle
             packed, timer = cycle.run(None)
             seconds, last = timer.seconds(), cycle.last[:, 0]
@@ -236,8 +235,7 @@ class _LiveBatch:
     def start(self, requests: Sequence[Request]) -> Step:
         """Prefill all requests at once and let them enter."""
         group = PrefillGroup(list(enumerate(requests)), self.engines.target.device)
-        self.engines.reserve(len(group), group.longest + self.gamma + 1)
-        group.engines = self.engines
+        group.begin(self.engines, self.gamma + 1)
         group.read_all()
         return self._enter(group, [], 0)
 
@@ -254,7 +252,6 @@ class _LiveBatch:
             self._select(alive)
         total = len(alive) + len(group)
         idle = min(self.engines.target.bucket(total), self.prefill.rows) - total
-        assert group.engines is not None
         self.engines.join(group.engines, idle)
         return self._enter(group, alive, idle)
 
@@ -285,11 +282,14 @@ class _LiveBatch:
             state[: len(group), GUARDS] = entering.advance(verdict.n_accepted, verdict.next_token)
         if self.engines.draft is not None:
             self.engines.draft.enter(first)
-        if self.cycle is None:
-            self._begin_cycle(rule, CycleSize(self.gamma), first, state)
-        else:
-            last, before = self.cycle.last[alive, 0], self.cycle.row_state[alive]
-            self._begin_cycle(rule, CycleSize(self.cycle.gamma), torch.cat([last, first]), torch.cat([before, state]))
+        size = CycleSize(self.gamma)
+        if self.cycle is not None:
+            size = CycleSize(self.cycle.gamma)
+            first, state = (
+                torch.cat([self.cycle.last[alive, 0], first]),
+                torch.cat([self.cycle.row_state[alive], state]),
+            )
+        self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=first, row_state=state)
         arrived = BatchRows.new(group.numbers, group.requests, self.chooser.fixed)
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [None] * idle))
@@ -307,17 +307,10 @@ class _LiveBatch:
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
-        last, state = self.cycle.last[kept, 0], self.cycle.row_state[kept]
-        self._begin_cycle(self.cycle.rule, CycleSize(self.cycle.gamma), last, state)
+        rule, size, last = self.cycle.rule, CycleSize(self.cycle.gamma), self.cycle.last[kept, 0]
+        state = self.cycle.row_state[kept]
+        self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=last, row_state=state)
         self.changed = True
-
-    def _begin_cycle(
-        self, rule: AcceptanceRule, size: CycleSize, last: Tensor, state: Tensor, trace: bool | None = None
-    ) -> None:
-        """Continue with cycles of this size over the rows of the engines; `last` [B] are their newest tokens, `state`
-        is their `Cycle.row_state`."""
-        trace = self.trace if trace is None else trace
-        self.cycle = find_cycle(self.engines, rule, size, trace=trace, first=last, row_state=state)
 
     def run(self, number: int) -> _StartedCycle:
         """Start a cycle: what its rows need, of the γ that they have, or of the best one where all leave it open."""
@@ -329,7 +322,8 @@ class _LiveBatch:
         self.changed = False
         self.plain_cycles = 0 if plan.size.gamma else self.plain_cycles + 1
         if (rule, plan.size, trace) != (self.cycle.rule, self.cycle.size, self.cycle.trace):
-            self._begin_cycle(rule, plan.size, self.cycle.last[:, 0], self.cycle.row_state, trace)
+            last, state = self.cycle.last[:, 0], self.cycle.row_state
+            self.cycle = find_cycle(self.engines, rule, plan.size, trace=trace, first=last, row_state=state)
         cycle, start = self.cycle, time.perf_counter()
         cycle.draft_on = chooser.controller.draft_on if chooser.controller and plan.gammas is None else None
         captures = self.engines.target.static and cycle.captured is None

@@ -10,13 +10,9 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.prefill import shared_prefixes
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.engine.base import Engine
-from selfjudge.engine.cuda.engine import why_not
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_engine
-from selfjudge.models.device import free_memory
 from selfjudge.models.load import LoadedModel, Target, as_loaded
-from selfjudge.models.memory import measure_need
 from selfjudge.types import FINISHES, Finish, TokenColumn
 
 Response = tuple[int, list[int], Finish]  # index of the prompt, the tokens with the end token, why the answer ended
@@ -51,18 +47,20 @@ def respond(
     for owner, size in zip(owners, sizes, strict=True):
         largest[owner] = max(largest[owner], size)
     order = sorted(range(len(prompts)), key=lambda i: (-largest[owners[i]], owners[i]))  # the first cache fits all
-    module = loaded.causal_lm
     with borrow_engine(loaded) as engine:
-        budget = _memory_budget(module, engine)
+        engines = BatchEngines(engine)
+        most = batch if engine.static else min(batch, 64)
         while order:
-            longest = max(sizes[i] for i in order[:batch])
-            size = min(batch, _rows_that_fit(module, longest, budget))
+            longest = max(sizes[i] for i in order[:most])
+            size = engines.limit_rows(most, longest + 1, share=0.5)  # the logits of large batches are large
+            if size < most:
+                size = 1 << max(0, size.bit_length() - 1)  # the sizes that graphs are captured for
             part, order = sorted(order[:size], key=lambda i: (-len(prompts[owners[i]]), owners[i])), order[size:]
             row_seeds = range(len(part)) if seeds is None else [seeds[i] for i in part]
             requests = [Request(prompts[i], limits[i], seed) for i, seed in zip(part, row_seeds, strict=True)]
             tokens = np.zeros((len(part), max(limits[i] for i in part)), np.int32)
             lengths = np.zeros(len(part), np.int64)
-            for step in decode(BatchEngines(engine), requests, rule, gamma=0, eos_ids=eos_ids):
+            for step in decode(engines, requests, rule, gamma=0, eos_ids=eos_ids):
                 column = step.emissions
                 assert isinstance(column, TokenColumn)
                 tokens[column.rows, lengths[column.rows]] = column.tokens
@@ -73,18 +71,3 @@ def respond(
                     yield part[row], tokens[row, : lengths[row]].tolist(), finish
                 if notify:
                     notify(len(column))
-
-
-def _memory_budget(model: PreTrainedModel, engine: Engine) -> float:
-    """Bytes for caches and logits: half of the memory that is free or already holds the engine's cache."""
-    if model.device.type != "cuda":
-        return 0.0
-    return 0.5 * ((free_memory(model.device) or 0) + getattr(engine, "cache_bytes", 0))
-
-
-def _rows_that_fit(model: PreTrainedModel, length: int, budget: float) -> int:
-    """Rows of that length that can be decoded together in `budget` bytes, rounded down to a power of two."""
-    if model.device.type != "cuda" or why_not(model) is not None:
-        return 64
-    rows = measure_need(model, str(model.dtype).removeprefix("torch."), "cuda").rows_that_fit(length, budget)
-    return 1 << max(0, rows.bit_length() - 1)

@@ -26,7 +26,8 @@ class PrefillGroup:
         self.numbers, self.requests = [number for number, _ in rows], [request for _, request in rows]
         self.device = device
         self.timer = PhaseTimer(device)
-        self.engines: BatchEngines | None = None
+        self.begun = False
+        self.engines: BatchEngines  # those that read it, once it has begun
         self.output: Output  # the target's output at the last token that was read
         self.cached = [[0] * len(self)] * 2  # first tokens of each row that target and draft need not read
         self.width = max(len(request.prompt) for request in self.requests)
@@ -45,9 +46,13 @@ class PrefillGroup:
         """[B, T] the last tokens of each prompt, which either cache lacks."""
         return _left_padded([request.prompt[-self.width :] for request in self.requests], self.device)[0]
 
+    def begin(self, engines: BatchEngines, step_tokens: int) -> None:
+        """Take engines, with room for so many tokens of a row beyond its own."""
+        self.begun, self.engines = True, engines
+        engines.reserve(len(self), self.longest + step_tokens)
+
     def restore(self, found: Sequence[Sequence[Sequence[Tensor]]]) -> None:
         """Begin the rows of the engines with blocks that were found for them: of each row, and of each engine."""
-        assert self.engines is not None
         by_engine = list(zip(*found, strict=True))
         for engine, rows in zip(self.engines.engines, by_engine, strict=True):
             if any(rows):
@@ -58,7 +63,6 @@ class PrefillGroup:
 
     def read_all(self) -> None:
         """Read all prompts at once. Without a draft, prefixes that prompts share are read once for all of them."""
-        assert self.engines is not None
         prompts, target = [request.prompt for request in self.requests], self.engines.target
         owners = list(range(len(self))) if self.engines.draft is not None else shared_prefixes(prompts)
         if owners == list(range(len(self))):
@@ -85,7 +89,6 @@ class PrefillGroup:
         assert columns >= self.width or len(self) == 1
         start = self.width - self.unread
         stop = min(start + columns, self.width)
-        assert self.engines is not None
         tokens, draft, features = self._padded[:, start:stop], self.engines.draft, None
         if (counts := self._count(0, start, stop)) is not None:
             with self.timer("target"):
@@ -191,9 +194,8 @@ class Prefill:
         in_order = self._passed_over or self._one_by_one
         group = self.groups[0] if in_order else min(self.groups, key=lambda group: group.unread)
         self._passed_over = group is not self.groups[0]
-        if group.engines is None:
-            group.engines = self.engines.aside()
-            group.engines.reserve(len(group), group.longest + self.step_tokens)
+        if not group.begun:
+            group.begin(self.engines.aside(), self.step_tokens)
             group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
         group.read(chunk if len(group) == 1 else group.width)
 
@@ -204,7 +206,7 @@ class Prefill:
     def begin_again(self, alive: int) -> None:
         """Free what is being read: there was no memory for it. It is read again, prompt by prompt, when one of the
         `alive` rows has left. A prompt that finds no memory without rows and other prompts is given up."""
-        device, begun = self.engines.target.device, [group for group in self.groups if group.engines is not None]
+        device, begun = self.engines.target.device, [group for group in self.groups if group.begun]
         if not alive and len(begun) == 1 == len(begun[0]):
             self.given_up += begun[0].numbers
             self.groups.remove(begun[0])

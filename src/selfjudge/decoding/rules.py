@@ -74,8 +74,9 @@ class AcceptanceRule:
         return None
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        """[B, γ] which drafts this rule accepts; `logits` [B, γ, V] are the rows that predict them."""
-        raise NotImplementedError
+        """[B, γ] which drafts this rule accepts; `logits` [B, γ, V] are the rows that predict them. Lossless rules
+        accept what is aligned."""
+        return aligned
 
     def harm(self, block: Block, logits: Tensor) -> Tensor:
         """[B, γ] float32, at least 0: what it costs to accept each draft against alignment; arguments as above."""
@@ -204,9 +205,6 @@ class Exact(AcceptanceRule):
     lossless = True
     reads_logits = False
 
-    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        return aligned
-
 
 EXACT = Exact()
 """One object for all callers: rules are compared by identity, and engines find the graphs captured for this one."""
@@ -221,9 +219,6 @@ class SpeculativeSampling(AcceptanceRule):
     lossless = True
 
     sampling: Sampling = field(default_factory=Sampling)  # type: ignore[misc]
-
-    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        return aligned
 
     def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
         assert block.uniforms is not None

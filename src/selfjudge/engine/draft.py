@@ -291,15 +291,15 @@ class BatchEngines:
         """Whether `reserve` needs no more memory for so many rows of that length."""
         return all(engine.holds(rows, length) for engine in self.static_engines)
 
-    def limit_rows(self, rows: int, length: int) -> int:
-        """How many of these rows, each of at most `length` tokens, `reserve` finds memory for."""
+    def limit_rows(self, rows: int, length: int, share: float = CACHE_SHARE) -> int:
+        """How many of these rows, each of at most `length` tokens, `reserve` finds room for in this share of memory."""
         free = None if self.holds(rows, length) else free_memory(self.target.device)
         if free is None:
             return rows
         free += sum(engine.cache_bytes for engine in self.static_engines)  # freed first
         if self.prefixes is not None:
             free -= self.prefixes.limit - self.prefixes.used
-        return min(rows, int(CACHE_SHARE * free // sum(engine.row_bytes(length) for engine in self.static_engines)))
+        return min(rows, int(share * free // sum(engine.row_bytes(length) for engine in self.static_engines)))
 
     def reserve(self, rows: int, length: int) -> None:
         """Begin a batch: room for so many rows of at most `length` tokens."""
