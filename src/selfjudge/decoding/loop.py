@@ -161,7 +161,7 @@ def _time_cycles(engines: BatchEngines, costs: CostTable, rows: int) -> None:
 def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Iterator[Step]:
     """Alternate chunks of prompts with cycles of the live rows, until no row is left and none waits."""
     target, number = batch.engines.target, 0
-    chunk_read = False  # whether it is the turn of the live rows
+    chunk_read = False  # since the last cycle
     in_flight: deque[_StartedCycle] = deque()
     while True:
         batch.rows.cancel(cancelled)
@@ -177,7 +177,6 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
             if not batch.prefill.groups:
                 return
             in_flight.clear()  # all their rows have ended
-            chunk_read = False
         if batch.prefill.ready or batch.is_too_wide(alive):  # finish what is in flight; then rows enter or leave
             if not in_flight:
                 if batch.prefill.ready:
@@ -185,7 +184,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
                 else:
                     batch.shrink(alive)
                 continue
-        elif not batch.prefill.waits(len(alive)) and not chunk_read:
+        elif not batch.prefill.waits(len(alive), chunk_read):
             chunk_read = True
             try:
                 batch.prefill.read(len(alive), queue.crowded)

@@ -52,9 +52,8 @@ def respond(
         most = batch if engine.static else min(batch, 64)
         while order:
             longest = max(sizes[i] for i in order[:most])
-            size = engines.limit_rows(most, longest + 1, share=0.5)  # the logits of large batches are large
-            if size < most:
-                size = 1 << max(0, size.bit_length() - 1)  # the sizes that graphs are captured for
+            rows = engines.limit_rows(2 * most, longest + 1, share=0.5)  # the logits of large batches are large
+            size = min(most, 1 << max(0, rows.bit_length() - 1))  # graphs are captured for powers of two
             part, order = sorted(order[:size], key=lambda i: (-len(prompts[owners[i]]), owners[i])), order[size:]
             row_seeds = range(len(part)) if seeds is None else [seeds[i] for i in part]
             requests = [Request(prompts[i], limits[i], seed) for i, seed in zip(part, row_seeds, strict=True)]

@@ -199,9 +199,10 @@ class Prefill:
             group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
         group.read(chunk if len(group) == 1 else group.width)
 
-    def waits(self, alive: int) -> bool:
-        """Whether there is nothing to read: no prompt, or no memory for it beside the `alive` rows."""
-        return not self.groups or 0 < self._held <= alive
+    def waits(self, alive: int, chunk_read: bool) -> bool:
+        """Whether there is nothing to read: no prompt, no memory for it beside the `alive` rows, or it is their turn,
+        since a chunk was read."""
+        return not self.groups or 0 < self._held <= alive or (alive > 0 and chunk_read)
 
     def begin_again(self, alive: int) -> None:
         """Free what is being read: there was no memory for it. It is read again, prompt by prompt, when one of the
