@@ -11,7 +11,18 @@ import transformers as hf
 
 from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RULES, RuleRequest
-from selfjudge.decoding.rules import Exact, FLy, Judged, JudgeOnly, Margin, Relaxed, SpeculativeSampling, TopK, Typical
+from selfjudge.decoding.rules import (
+    AcceptanceRule,
+    Exact,
+    FLy,
+    Judged,
+    JudgeOnly,
+    Margin,
+    Relaxed,
+    SpeculativeSampling,
+    TopK,
+    Typical,
+)
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
@@ -366,3 +377,13 @@ def test_greedy_rules_take_no_temperature() -> None:
     for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.5}, {"temperature": math.nan}):
         with pytest.raises(SelfJudgeError):
             Sampling(**wrong)
+
+
+def test_a_relaxed_rule_says_what_it_accepts() -> None:
+    class Silent(AcceptanceRule):
+        name = "silent"
+        summary = "says nothing"
+
+    logits = torch.zeros(1, 3, 8)
+    with pytest.raises(NotImplementedError, match="'silent' does not define `accepts`"):
+        Silent()(Block(torch.tensor([[1, 2]]), logits))

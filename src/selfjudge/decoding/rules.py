@@ -75,7 +75,9 @@ class AcceptanceRule:
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         """[B, γ] which drafts this rule accepts; `logits` [B, γ, V] are the rows that predict them. Lossless rules
-        accept what is aligned."""
+        accept what is aligned; all others define it."""
+        if not self.lossless:
+            raise NotImplementedError(f"rule {self.name!r} does not define `accepts`")
         return aligned
 
     def harm(self, block: Block, logits: Tensor) -> Tensor:
