@@ -23,9 +23,8 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin,
 from selfjudge.decoding.text import generate
 from selfjudge.evaluate.compare import compute_overlap
 from selfjudge.evaluate.likelihood import compute_likelihoods
-from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
 from selfjudge.tasks import Task, load_task
@@ -105,7 +104,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     o = options()
     pair = Pair.load(o.pair, device=o.device, full_precision=True)
-    shipped = EMBEDDED[o.pair].judge if o.pair in EMBEDDED else None
+    shipped = shipped_judge(o.pair)
     if not o.judge and shipped is None:
         raise SystemExit(f"no judge ships for {o.pair}: give --judge")
     judges = {folder.name: Judge.from_pretrained(folder) for folder in o.judge or [shipped]}

@@ -39,6 +39,7 @@ from selfjudge.errors import first_line
 from selfjudge.integrations.vllm import approval
 from selfjudge.integrations.vllm.backend import request_options
 from selfjudge.integrations.vllm.config import KEY, WORKER
+from selfjudge.judge.config import shipped_judge
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import checkpoint_folder
@@ -461,7 +462,7 @@ def started(o: argparse.Namespace, target: Path, tokenizer: Any) -> Engine:
     if o.mode == "ours":
         engine: Engine = Ours(o, rule)
     else:
-        judge = o.judge or (None if o.target else EMBEDDED[o.pair].judge)
+        judge = o.judge or (None if o.target else shipped_judge(o.pair))
         if judge is None and o.mode == "judge":
             raise SystemExit(f"no judge ships for {o.pair}: give --judge")
         generation = GenerationConfig.from_pretrained(target) if (target / "generation_config.json").exists() else None

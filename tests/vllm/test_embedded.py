@@ -12,8 +12,8 @@ from engines import GAMMA, WORKER, Answers, greedy, run
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import Judged
 from selfjudge.decoding.text import generate
+from selfjudge.judge.config import shipped_judge
 from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.prompts.sources import BUILT_IN
@@ -45,7 +45,7 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def judge() -> Judge:
-    shipped = EMBEDDED["smollm2-135m"].judge
+    shipped = shipped_judge("smollm2-135m")
     assert shipped is not None
     return Judge.from_pretrained(shipped)
 
@@ -58,7 +58,7 @@ def prompts(pair: Pair) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def judged(prompts: list[list[int]]) -> Answers:
     settings = {
-        "judge": str(EMBEDDED["smollm2-135m"].judge),
+        "judge": str(shipped_judge("smollm2-135m")),
         "quality": QUALITY,
         "strict_start": 0,
         "strict_code": False,

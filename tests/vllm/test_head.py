@@ -17,8 +17,8 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Margin
 from selfjudge.decoding.text import generate
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.judge.config import shipped_judge
 from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.eagle import write_head
 from selfjudge.models.load import as_draft
 from selfjudge.models.pair import Pair
@@ -42,7 +42,7 @@ class Models(NamedTuple):
 def models(request: pytest.FixtureRequest, small: Path) -> Models:
     if request.param == "small":
         return Models(str(small / "target"), str(small / "judge"))
-    return Models(str(checkpoint_folder(request.param)), str(EMBEDDED[request.param].judge))
+    return Models(str(checkpoint_folder(request.param)), str(shipped_judge(request.param)))
 
 
 @pytest.fixture(scope="module")
