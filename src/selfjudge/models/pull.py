@@ -180,7 +180,8 @@ class _Cache:
             self.progress("making the draft", 0.8)
             draft = convert.shipped_draft(self.model.draft, GgufFile(self.file))
             if folder == self.checkpoints:
-                draft.to(convert.STORED_DTYPE).save_pretrained(making / "draft")
+                with convert.quiet():
+                    draft.to(convert.STORED_DTYPE).save_pretrained(making / "draft")
             else:
                 convert.write_blocks(draft, making / "draft.gguf")
         if folder == self.checkpoints:
