@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import random
@@ -116,13 +117,17 @@ class Clock:
 
 
 def run(
-    pair: selfjudge.Pair, cases: list[tuple[dict[str, Any], str]], gamma: int | str, longest: int
+    pair: selfjudge.Pair, cases: list[tuple[dict[str, Any], str]], gamma: int | str, longest: int, minutes: float
 ) -> dict[str, Any]:
+    """Answers every case twice, or as many as begin within so many minutes."""
+    until = time.monotonic() + 60 * minutes
     clocks = Clock(Grammar, "edit"), Clock(VerifiedLogits, "edit"), Clock(Cycle, "run")
     spent = [0.0, 0.0, 0.0]
     counts = dict.fromkeys(("answers", "finished", "valid", "equal_to_plain"), 0)
     lengths, cycles = [], 0
     for schema, prompt in cases:
+        if time.monotonic() > until:
+            break
         options: Any = {"schema": schema, "max_new_tokens": longest}
         plain = selfjudge.generate(pair, prompt, gamma=0, **options)
         for clock in clocks:
@@ -179,15 +184,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=5, choices=range(1, 6))
     parser.add_argument("--gamma", default="auto", type=lambda text: text if text == "auto" else int(text))
     parser.add_argument("--max-new-tokens", type=int, default=300)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="leave out what has not begun by then")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     dice, pair = random.Random(0), selfjudge.Pair.load(options.pair)  # noqa: S311
     schemas = [(make_schema(dice), dice.choice(TOPICS)) for _ in range(options.schemas)]
-    cases = [(schema, prompt.format(topic)) for schema, topic in schemas for prompt in PROMPTS[: options.prompts]]
+    cases = [(schema, prompt.format(topic)) for prompt in PROMPTS[: options.prompts] for schema, topic in schemas]
     result = {
         "pair": options.pair, "dtype": pair.dtype, "device": pair.target.device.type, "gamma": options.gamma,
         "max_new_tokens": options.max_new_tokens, "schemas": options.schemas, "prompts": options.prompts,
-        **run(pair, cases, options.gamma, options.max_new_tokens), "event_loop_seconds": time_bad_input(),
+        **run(pair, cases, options.gamma, options.max_new_tokens, options.minutes), "event_loop_seconds": time_bad_input(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads", "date": datetime.now(UTC).date().isoformat(),
         "versions": {"torch": torch.__version__, "llguidance": llguidance.__version__ if hasattr(llguidance, "__version__") else llguidance.get_version()},
     }  # fmt: skip
