@@ -306,20 +306,21 @@ class Vllm(Engine):
 
 
 class Stopwatch:
-    """The host's seconds in the worker's own code, which this process runs itself. With vLLM's first runner only: with the
-    second, our code and its own are one function."""
+    """The host's seconds in the worker's own code, which this process runs itself."""
 
     seconds = 0.0
     watching = False
 
     def watch(self, worker: Any) -> None:
         adapter, counts = worker._adapter, worker._counts
-        self.watching = type(adapter).__name__ == "FirstRunnerAdapter"
-        if self.watching:
-            for owner, name in (
-                (adapter, "before_sampling"), (adapter.verification.approval, "mark"), (counts, "add"), (counts, "report"),
-            ):  # fmt: skip
-                setattr(owner, name, self.timed(getattr(owner, name)))
+        self.watching = True
+        watched = [(adapter, "before_step"), (adapter, "before_sampling"), (counts, "report")]
+        if type(adapter).__name__ == "FirstRunnerAdapter":
+            watched += [(adapter.verification.approval, "mark"), (counts, "add")]
+        else:
+            watched += [(adapter, "before_verifying"), (adapter.marks, "apply"), (adapter, "after_verifying")]
+        for owner, name in watched:
+            setattr(owner, name, self.timed(getattr(owner, name)))
 
     def timed(self, act: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:

@@ -5,16 +5,19 @@ On a GPU `tests/gpu` calls these; without one, `python kernel_checks.py` runs th
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rules_by_row import encode
 from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Packing, Scoring
-from selfjudge.integrations.vllm.approval import Approval
-from selfjudge.integrations.vllm.plan import DraftRows, Plan
+from selfjudge.integrations.vllm.approval import Approval, CountedStep, count_steps
+from selfjudge.integrations.vllm.plan import DraftRows, Plan, RequestGuards
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.ops import has_non_finite, replace_non_finite, worth_taking
@@ -22,6 +25,17 @@ from selfjudge.types import Block
 
 VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of it
 SPECIAL = (5, 17, 8999)
+
+
+STEP_RULES = (
+    ("margin:2", 0),
+    ("margin:price=0.5", 3),
+    ("topk:3", 0),
+    ("fly:0.5,2", 5),
+    ("margin:1", 2),
+    ("margin:3", 0),
+)
+"""Rules of requests, and where each stops to be strict."""
 
 
 def random_judge(features: str, limit: float | None = None) -> Judge:
@@ -165,6 +179,93 @@ def check_approval(
     assert torch.equal(*marks)
     assert marks[0][0, first:].tolist() == [True, True, False, False, True, True]  # not −inf, not NaN
     assert marks[0][1, first:].tolist() == [True, True, True, True, True, False]
+
+
+def check_step(device: torch.device) -> None:
+    """Steps of requests in vLLM's second model runner: what `RequestGuards` and `count_steps` say of the same."""
+    from selfjudge.integrations.vllm.step_triton import RequestTable
+
+    class Words:
+        """A tokenizer of single characters."""
+
+        all_special_ids: tuple[int, ...] = ()
+        pieces = "`\n{|-ab c"
+
+        def __len__(self) -> int:
+            return len(self.pieces)
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [self.pieces[i] for i in ids]
+
+        def decode(self, ids: list[int]) -> str:
+            return "".join(self.convert_ids_to_tokens(ids))
+
+    slots, gamma, random = 6, 4, torch.Generator().manual_seed(0)
+    known = RequestGuards(Words(), slots, device)
+    table = RequestTable(slots, slots * (gamma + 1), known.structure, device)
+    rules = [guarded(RuleRequest(text, strict_start=start).resolve((), None)) for text, start in STEP_RULES]
+    codes = [encode(rule) for rule in rules]
+    for slot, rule in enumerate(rules):
+        prompt = None if slot == 5 else [5] * (slot + 1)
+        known.enter(slot, rule, prompt)
+        table.enter(slot, known.begin(rule, prompt), codes[slot])
+    total = torch.zeros(4, dtype=torch.long, device=device)
+    place, steps = [slot + 1 for slot in range(5)] + [0], []
+    seen = 0
+    for step in range(12):
+        order = [slot for slot in torch.randperm(slots, generator=random).tolist() if step % 3 or slot != 2]
+        counts = [int(torch.randint(gamma + 1, (1,), generator=random)) for _ in order]
+        ends = torch.tensor([0, *[count + 1 for count in counts]]).cumsum(0)
+        m = int(ends[-1])
+        ids = torch.randint(len(Words()), (m + 7,), generator=random).int()
+        index = torch.randperm(m + 7, generator=random)[:m]  # the rows of tokens that are sampled from
+        positions = torch.zeros(m + 7, dtype=torch.long)
+        for slot, end, count in zip(order, ends[1:].tolist(), counts, strict=True):
+            skipped = step == 7 and slot == 1  # a token that no step has shown
+            positions[index[end - count - 1 : end]] = torch.arange(count + 1) + place[slot] + skipped
+            place[slot] += int(skipped)
+        batch = SimpleNamespace(
+            num_reqs=len(order), idx_mapping=torch.tensor(order, dtype=torch.int32, device=device),
+            cu_num_logits=ends.int().to(device), logits_indices=index.to(device), input_ids=ids.to(device),
+            positions=positions.to(device),
+        )  # fmt: skip
+        rows = DraftRows.of(torch.tensor(counts, device=device), sum(counts))
+        newest = batch.logits_indices[batch.cu_num_logits[:-1].long()]
+        drafted = torch.ones(m, dtype=torch.bool)
+        drafted[ends[:-1]] = False
+        drafts = ids[index[drafted]].to(device)
+        requests = batch.idx_mapping.long()
+        exact = known.find_exact(
+            requests, batch.input_ids[newest], batch.positions[newest], drafts, rows, max(counts, default=0)
+        )
+        table.prepare(batch)
+        predicting = torch.ones(m, dtype=torch.bool)
+        predicting[ends[1:] - 1] = False
+        predicting = predicting.to(device)
+        assert torch.equal(table.drafts[:m][predicting], drafts)
+        assert (table.drafts[:m][~predicting] == -1).all()
+        assert (table.limit[:m][~predicting] == -math.inf).all()
+        assert torch.equal(table.limit[:m][predicting] == -math.inf, exact)
+        limits = torch.tensor([codes[order[owner]].limit for owner in rows.owner.tolist()], device=device)
+        torch.testing.assert_close(table.limit[:m][predicting][~exact], limits[~exact], equal_nan=True)
+        assert table.window[: len(order)].tolist() == [codes[slot].window for slot in order]
+        assert table.price[: len(order)].tolist() == [codes[slot].price for slot in order]
+        seen += int(exact.sum()) * int((~exact).sum())
+        emitted = torch.tensor([int(torch.randint(count + 1, (1,), generator=random)) + 1 for count in counts])
+        flags = torch.rand(3, m, generator=random) < 0.6
+        table.flags[:, :m] = flags.to(device)
+        marked = step % 4 != 3
+        if marked:
+            known.advance(emitted.to(device))
+            for slot, n in zip(order, emitted.tolist(), strict=True):
+                place[slot] += n
+        own = flags.to(device)[:, predicting] if marked else rows.unmarked
+        steps.append(CountedStep(rows, emitted.int().to(device), own))
+        table.finish(batch, emitted.int().to(device), total, marked=marked)
+        state = torch.stack([known.state, known.position], 1)
+        assert torch.equal(table.lines[:, :2].long(), state), step
+    assert seen
+    assert torch.equal(total, count_steps(steps))
 
 
 def check_pass(device: torch.device, dtype: torch.dtype, batch: int, width: int, heads: int, kv: int, dim: int) -> None:
@@ -321,6 +422,7 @@ def check_all(device: torch.device) -> None:
         for features in FEATURES:
             for limit in (None, 14.0):
                 check_scores(device, dtype, features, limit)
+    check_step(device)
     for approval in APPROVALS:
         check_approval(device, *approval)
 

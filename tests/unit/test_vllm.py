@@ -375,8 +375,8 @@ def test_rows_are_computed_when_they_change() -> None:
     first = rows([2, 0, 1], CPU)
     assert rows([2, 0, 1], CPU) is first
     other = rows([1, 2], CPU)
-    assert [t.tolist() for t in (other.owner, other.place, other.counts, other.predicting)] == [
-        [0, 1, 1], [0, 0, 1], [1, 2], [0, 2, 3],
+    assert [t.tolist() for t in (other.owner, other.place, other.counts, other.newest)] == [
+        [0, 1, 1], [0, 0, 1], [1, 2], [0, 2],
     ]  # fmt: skip
 
 

@@ -144,7 +144,12 @@ class Approval:
         if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
             from selfjudge.integrations.vllm.approval_triton import approvals
 
-            return approvals(self.weights, hidden, logits, at, drafts, plan, self.special, exact)
+            value, limit, price, window = plan.table
+            if exact is not None:
+                limit = limit.masked_fill(exact, -math.inf)  # no value is below it
+            ahead = (plan.rows.first, plan.rows.counts, price, window) if plan.looks_ahead else None
+            judge = self.weights if plan.judged else None
+            return approvals(judge, hidden, logits, at, drafts, value, limit, self.special, ahead)
         before, states, logits = hidden[at], hidden[at + 1], logits[at]
         choice, non_finite = argmax_checked(logits)
         drafted = drafts >= 0
@@ -184,7 +189,9 @@ class Approval:
         if self.fused:
             from selfjudge.integrations.vllm.approval_triton import mark
 
-            return mark(logits, drafts, approved, self.special, MARK)
+            flags = torch.empty((3, len(drafts)), dtype=torch.bool, device=logits.device)
+            mark(logits, drafts, approved, self.special, MARK, flags)
+            return flags
         choice, _ = argmax_checked(logits)
         drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         at = logits.gather(1, drafts[:, None]).squeeze(1)
@@ -202,12 +209,15 @@ class Approval:
         logits = torch.zeros((2, vocabulary), dtype=dtype, device=device)
         first = torch.zeros(1, dtype=torch.int32, device=device)
         rows = DraftRows.of(torch.ones(1, dtype=torch.long, device=device), 1)
-        asked: list[AcceptanceRule] = [Margin(0.0), Margin(price=0.0)]  # with and without a look ahead
-        if self.judge is not None:
-            asked += [Judged(self.judge, 1.0), Judged(self.judge, price=0.0)]
-        for rule in asked:
+        for rule in self.kinds:
             approved = self(states, logits, first, first, Plan([rule], rows, [1]))
         self.mark(logits[:1].float(), first, approved)
+
+    @property
+    def kinds(self) -> list[AcceptanceRule]:
+        """A rule for each variant of the kernels: with and without a judge, with and without a look ahead."""
+        rules: list[AcceptanceRule] = [Margin(0.0), Margin(price=0.0)]
+        return rules if self.judge is None else [*rules, Judged(self.judge, 1.0), Judged(self.judge, price=0.0)]
 
     def _special(self, tokens: Tensor) -> Tensor:
         """[n] which tokens are special; `torch.isin` would sort, and wait for the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from selfjudge.decoding import rules_by_row as codes
-from selfjudge.integrations.vllm.plan import Plan
 from selfjudge.ops.kernels_triton import ROW_BLOCK, ROW_WARPS, JudgeWeights, among, draft_score, flat_scan, row_argmax
 
 SCORE, LOG_SCORE, RANK, ENTROPY = (
@@ -86,34 +86,31 @@ def _decide(
 
 
 def approvals(
-    judge: JudgeWeights | None, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan,
-    special: Tensor, exact: Tensor | None = None,
+    judge: JudgeWeights | None, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, value: Tensor,
+    limit: Tensor, special: Tensor, ahead: Sequence[Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    """`Approval.__call__`, for rules that have codes."""
-    value, limit, price, window = plan.table
-    if exact is not None:
-        limit = limit.masked_fill(exact, -math.inf)  # no value is below it
+    """`Approval.__call__`, for rules that have codes: value and limit [n] of each draft. Where the fate of drafts
+    depends on those after them: first row, number of drafts, price and window of each block [R]."""
     out = torch.empty(len(drafts), dtype=torch.bool, device=drafts.device)
-    harm = torch.empty(len(drafts), device=drafts.device) if plan.looks_ahead else None
-    judge = judge if plan.judged else None
+    harm = None if ahead is None else torch.empty(len(drafts), device=drafts.device)
     specials = len(special)
     _decide[(len(drafts),)](
         hidden, logits, at, drafts, value, limit, *(judge[:2] if judge else (None, None)), special, out, harm,
         hidden.stride(0), logits.stride(0), hidden.shape[1], logits.shape[1], math.log(logits.shape[1]),
         judge.limit if judge else 0.0, specials, JUDGE=judge is not None,
         SPECIALS=triton.next_power_of_2(specials) if specials else 0,
-        ROW_BLOCK=ROW_BLOCK, AHEAD=plan.looks_ahead, num_warps=ROW_WARPS, **(judge.constants if judge else NO_JUDGE),
+        ROW_BLOCK=ROW_BLOCK, AHEAD=ahead is not None, num_warps=ROW_WARPS, **(judge.constants if judge else NO_JUDGE),
     )  # fmt: skip
-    return out if harm is None else flat_scan(harm, out, plan.rows.first, plan.rows.counts, price, window)
+    return out if harm is None or ahead is None else flat_scan(harm, out, *ahead)
 
 
 NO_JUDGE: dict[str, Any] = {"LOWEST": 0.0, "MARGIN": False, "PREVIOUS": False, "LIMITED": False, "BLOCK": 16}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("flag_step",))
 def _mark(
-    logit_ptr, draft_ptr, approved_ptr, special_ptr, flag_ptr, step, vocabulary, specials, MARK: tl.constexpr,
-    SPECIALS: tl.constexpr, BLOCK: tl.constexpr,
+    logit_ptr, draft_ptr, approved_ptr, special_ptr, flag_ptr, step, flag_step, vocabulary, specials,
+    MARK: tl.constexpr, SPECIALS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     logits, token = logit_ptr + i * step, tl.load(draft_ptr + i).to(tl.int64)
@@ -126,16 +123,14 @@ def _mark(
     tl.debug_barrier()  # the whole row has been read
     tl.store(at, MARK, mask=raised)
     tl.store(flag_ptr + i, raised)
-    tl.store(flag_ptr + tl.num_programs(0) + i, drafted & (choice == token))
-    tl.store(flag_ptr + 2 * tl.num_programs(0) + i, drafted)
+    tl.store(flag_ptr + flag_step + i, drafted & (choice == token))
+    tl.store(flag_ptr + 2 * flag_step + i, drafted)
 
 
-def mark(logits: Tensor, drafts: Tensor, approved: Tensor, special: Tensor, value: float) -> Tensor:
-    """`Approval.mark`."""
-    n, specials = len(drafts), len(special)
-    flags = torch.empty((3, n), dtype=torch.bool, device=logits.device)
-    _mark[(n,)](
-        logits, drafts, approved, special, flags, logits.stride(0), logits.shape[1], specials, MARK=value,
-        SPECIALS=triton.next_power_of_2(specials) if specials else 0, BLOCK=ROW_BLOCK, num_warps=ROW_WARPS,
+def mark(logits: Tensor, drafts: Tensor, approved: Tensor, special: Tensor, value: float, flags: Tensor) -> None:
+    """`Approval.mark`, which writes its flags to a tensor [3, n]."""
+    specials = len(special)
+    _mark[(len(drafts),)](
+        logits, drafts, approved, special, flags, logits.stride(0), flags.stride(0), logits.shape[1], specials,
+        MARK=value, SPECIALS=triton.next_power_of_2(specials) if specials else 0, BLOCK=ROW_BLOCK, num_warps=ROW_WARPS,
     )  # fmt: skip
-    return flags

@@ -41,11 +41,6 @@ class DraftRows:
         return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts, first)
 
     @cached_property
-    def predicting(self) -> Tensor:
-        """[n] the rows of logits that predict a draft, where each request owns one more row, its last."""
-        return torch.arange(len(self.owner), device=self.owner.device) + self.owner
-
-    @cached_property
     def newest(self) -> Tensor:
         """[R] the rows of the requests' newest tokens, likewise."""
         return self.first + torch.arange(len(self.first), device=self.first.device)
@@ -121,13 +116,18 @@ class RequestGuards:
         """[slots] whether code and structure are verified exactly."""
         self._step: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def enter(self, slot: int, rule: AcceptanceRule | None, prompt: Sequence[int] | None) -> None:
-        """A request begins. Without its tokens, where it is a matrix of embeddings, all of it is verified exactly."""
+    def begin(self, rule: AcceptanceRule | None, prompt: Sequence[int] | None) -> tuple[int, int, int, bool]:
+        """The state of a request that begins, the position of its newest token, the first one that is not strict, and
+        whether code is. Without its tokens, where it is a matrix of embeddings, all of it is verified exactly."""
         length = 0 if prompt is None else len(prompt)
         strict_code = rule is not None and bool(rule.strict_code)
         asks = prompt is None or (strict_code and asks_for_structure(str(self.tokenizer.decode(list(prompt)))))
-        self.state[slot], self.position[slot], self.code[slot] = ALWAYS if asks else LINE, length, strict_code
-        self.strict_until[slot] = length + ((rule.strict_start or 0) if rule is not None else 0)
+        strict_start = (rule.strict_start or 0) if rule is not None else 0
+        return ALWAYS if asks else LINE, length, length + strict_start, strict_code
+
+    def enter(self, slot: int, rule: AcceptanceRule | None, prompt: Sequence[int] | None) -> None:
+        """A request begins in this slot."""
+        self.state[slot], self.position[slot], self.strict_until[slot], self.code[slot] = self.begin(rule, prompt)
 
     def find_exact(
         self, slots: Tensor, newest: Tensor, positions: Tensor, drafts: Tensor, rows: DraftRows, most: int

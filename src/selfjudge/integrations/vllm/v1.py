@@ -68,6 +68,10 @@ class FirstRunnerAdapter:
         self._approved: Tensor | None = None
         self._flags: Tensor | None = None
 
+    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
+        """Compile the kernels before the first request."""
+        self.verification.approval.warm_up(vocabulary, dtype)
+
     def before_step(self, scheduler_output: Any) -> None:
         """Nothing: this runner keeps the prompts of its requests."""
 

@@ -6,10 +6,12 @@ before temperature: by the last of a list of logits processors, or where there i
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,17 +22,24 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.integrations.vllm.approval import StepDrafts, Verification
+from selfjudge.decoding.rules import AcceptanceRule, Judged
+from selfjudge.decoding.rules_by_row import encode
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.vllm.approval import MARK, Verification
+from selfjudge.integrations.vllm.approval_triton import approvals, mark
 from selfjudge.integrations.vllm.signatures import exactly, has, lacks, takes
+from selfjudge.integrations.vllm.step_triton import RequestTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def check() -> None:
     """Refuse a vLLM whose second runner is not the known one."""
     has(ExecuteModelState, "input_batch", "hidden_states")
     has(
-        InputBatch, "num_reqs", "num_draft_tokens", "input_ids", "positions", "logits_indices", "cu_num_logits_np",
-        "expanded_idx_mapping", "expanded_local_pos", "idx_mapping_np", "idx_mapping",
+        InputBatch, "num_reqs", "input_ids", "positions", "logits_indices", "cu_num_logits_np",
+        "cu_num_logits", "idx_mapping_np", "idx_mapping",
     )  # fmt: skip
     verified = ("logits", "input_batch", "draft_logits")
     rows = ("expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos", "skip_top_k_top_p")
@@ -41,7 +50,7 @@ def check() -> None:
         takes(BadWordsState.add_request, ("req_idx", "sampling_params"))
         takes(BadWordsState.apply_bad_words, ("logits", *rows[:2], *rows[3:5]))
         return
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     takes(RejectionSampler.__call__, (*verified, "invalid_drafts"))
     takes(
@@ -51,7 +60,6 @@ def check() -> None:
     takes(LogitsProcessor.add_request, ("req_idx", "sampling_params"))
     takes(LogitsProcessor.apply, ("logits", "ctx"))
     takes(LogitsProcessor.apply_staged_writes, ())
-    has(LogitsContext, "expanded_idx_mapping", "expanded_local_pos", "input_ids")
 
 
 class SecondRunnerSampler(RejectionSampler):
@@ -60,70 +68,106 @@ class SecondRunnerSampler(RejectionSampler):
     adapter: SecondRunnerAdapter
 
     def __call__(self, logits: Tensor, input_batch: Any, *more: Any) -> Any:
-        adapter, verification, mark = self.adapter, self.adapter.verification, self.adapter.mark
-        hidden, adapter.hidden = adapter.hidden, None
-        if hidden is None:
-            return super().__call__(logits, input_batch, *more)
-        rows = verification.last.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
-        ids, positions = (x[input_batch.logits_indices] for x in (input_batch.input_ids, input_batch.positions))
-        requests, n = input_batch.idx_mapping[: input_batch.num_reqs].long(), rows.predicting
-        step = StepDrafts(requests, ids[rows.newest], positions[rows.newest], ids[n + 1], hidden, logits, n)
-        rules = [mark.rules[slot] for slot in input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()]
-        slots, approved = requests[rows.owner], verification.approve(rules, rows, step)
-        if approved is not None:
-            mark.begin(slots, rows.place, approved)
-        try:
-            output = super().__call__(logits, input_batch, *more)
-        finally:
-            mark.open = False
-        flags = None if approved is None else mark.flags[:, slots, rows.place]
-        verification.finish(rows, output.num_sampled, flags)  # vLLM makes a new `num_sampled` in every step
+        self.adapter.before_verifying(logits, input_batch)
+        output = super().__call__(logits, input_batch, *more)
+        self.adapter.after_verifying(input_batch, output.num_sampled)
         return output
+
+
+class Asked(NamedTuple):
+    """What the requests of a step ask."""
+
+    rules: list[AcceptanceRule | None]
+    coded: bool  # whether all their rules have kernels
+    judged: bool
+    looks_ahead: bool  # whether a draft's fate depends on those after it
 
 
 class MarkProcessor:
     """Marks approved drafts on the logits that are verified; one of the sampler's logits processors where it has them.
 
-    Keeps by request slot: the rule, and of the current block [slots, γ+1] what it approved and the flags of the mark.
-    """
-
-    open = False  # whether a verification is under way
+    Keeps the rules by request slot, and what the rules said of the rows of this step."""
 
     def __init__(self, verification: Verification, slots: int, gamma: int) -> None:
-        self.verification = verification
+        self.verification, self.approval = verification, verification.approval
+        self.weights = None if self.approval.judge is None else self.approval.judge.kernel_weights()
         self.prompts: deque[Sequence[int] | None] = deque()
         """Prompts of the requests that are about to be added, in their order."""
         self.rules: list[AcceptanceRule | None] = [None] * slots
-        device = verification.guards.state.device
-        self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=device)
-        self.flags = self.approved.new_zeros((3, slots, gamma + 1))
+        guards = verification.guards
+        self.table = RequestTable(slots, slots * (gamma + 1), guards.structure, guards.state.device)
+        self.approved: Tensor | None = None
+        """[rows] what is accepted in this step; None outside of a step, or where all requests are lossless."""
+        self._marked = 0  # rows, so far
+        self._slots, self._asked = b"", Asked([], coded=True, judged=False, looks_ahead=False)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        rule = self.rules[req_idx] = self.verification.rules(sampling_params)
-        self.verification.guards.enter(req_idx, rule, self.prompts.popleft() if self.prompts else None)
+        rule, prompt = self.verification.rules(sampling_params), self.prompts.popleft() if self.prompts else None
+        self.enter(req_idx, rule, prompt)
         return rule is not None
 
-    def apply_staged_writes(self) -> None:
-        """Nothing of a request is kept on the device."""
+    def enter(self, req_idx: int, rule: AcceptanceRule | None, prompt: Sequence[int] | None) -> None:
+        self.rules[req_idx] = rule
+        self.table.enter(req_idx, self.verification.guards.begin(rule, prompt), encode(rule))
+        self._slots = b""
 
-    def begin(self, slots: Tensor, place: Tensor, approved: Tensor) -> None:
-        self.approved.zero_()
-        self.flags.zero_()
-        self.approved[slots, place] = approved
-        self.open = True
+    def apply_staged_writes(self) -> None:
+        """Nothing: the table is written to when a step needs it."""
+
+    def decide(self, hidden: Tensor, logits: Tensor, batch: Any) -> None:
+        """Ask the rules about the drafts of a batch; `hidden` are the states of all tokens of the step."""
+        asked, self.approved, self._marked = self._look_up(batch.idx_mapping_np[: batch.num_reqs]), None, 0
+        if not any(asked.rules):
+            return
+        n, table = len(logits), self.table
+        table.prepare(batch)
+        states = hidden[batch.logits_indices] if asked.judged else logits
+        drafts = table.drafts[:n]
+        if asked.coded and (self.weights is not None or not asked.judged):
+            blocks = (batch.cu_num_logits, table.counts[: batch.num_reqs], table.price, table.window)
+            approved = approvals(
+                self.weights if asked.judged else None, states, logits, table.rows[:n], drafts, table.value,
+                table.limit, self.approval.special, blocks if asked.looks_ahead else None,
+            )  # fmt: skip
+        else:  # the last row of a request counts as one that predicts a missing draft
+            last = self.verification.last
+            rows = last.rows(np.diff(batch.cu_num_logits_np).tolist(), logits.device)
+            at, exact = table.rows[:n].clamp_max(n - 2), table.limit[:n] == -math.inf
+            approved = self.approval(states, logits, at, drafts, last.plan(asked.rules, rows), exact)
+        self.approved = self.verification.agree(approved)
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-        """Called once for the batch, or for several parts of a large one."""
-        self.mark(logits, ctx.expanded_idx_mapping, ctx.expanded_local_pos, ctx.input_ids)
+        """Called once for the rows of a step, or for one part of them after the other."""
+        if self.approved is not None:
+            part = slice(self._marked, self._marked + len(logits))
+            self._marked = part.stop
+            drafts, flags = self.table.drafts[part], self.table.flags[:, part]
+            mark(logits, drafts, self.approved[part], self.approval.special, MARK, flags)
         return logits
 
-    def mark(self, logits: Tensor, slots: Tensor, places: Tensor, ids: Tensor) -> None:
-        """Rows of whole requests: the slot of each, its place in its block and the token that it has read."""
-        if self.open:
-            at = slots.long(), places.long()
-            # row i predicts what row i + 1 has read; the last row of a part is the last of a request
-            drafts = torch.cat([ids[1:], ids.new_full((1,), -1)])
-            self.flags[(slice(3), *at)] = self.verification.approval.mark(logits, drafts, self.approved[at])
+    def finish(self, batch: Any, emitted: Tensor) -> None:
+        """The requests of the batch got so many tokens."""
+        marked, self.approved = self.approved is not None, None
+        if marked and self._marked != len(batch.logits_indices):
+            raise SelfJudgeError(f"vLLM verified {len(batch.logits_indices)} rows, and {self._marked} could be marked")
+        self.table.finish(batch, emitted, self.verification.counts.total, marked=marked)
+
+    def _look_up(self, slots: NDArray[np.int32]) -> Asked:
+        """What the requests in these slots ask; most steps have the requests of the step before."""
+        if (key := slots.tobytes()) != self._slots:
+            rules = [self.rules[slot] for slot in slots.tolist()]
+            codes = [encode(rule) for rule in rules]
+            known = [code for code in codes if code is not None]
+            self._slots, self._asked = (
+                key,
+                Asked(
+                    rules,
+                    coded=len(known) == len(codes),
+                    judged=any(isinstance(rule, Judged) for rule in rules),
+                    looks_ahead=any(code.price < math.inf or code.window for code in known),
+                ),
+            )
+        return self._asked
 
 
 class MarkingBans(BadWordsState):
@@ -135,9 +179,9 @@ class MarkingBans(BadWordsState):
         super().add_request(req_idx, sampling_params)
         self.marks.add_request(req_idx, sampling_params)
 
-    def apply_bad_words(self, logits: Tensor, slots: Tensor, idx_mapping_np: Any, ids: Tensor, places: Tensor) -> None:
-        super().apply_bad_words(logits, slots, idx_mapping_np, ids, places)
-        self.marks.mark(logits, slots, places, ids)
+    def apply_bad_words(self, logits: Tensor, *more: Any) -> None:
+        super().apply_bad_words(logits, *more)
+        self.marks.apply(logits, None)
 
 
 class SecondRunnerAdapter:
@@ -147,31 +191,56 @@ class SecondRunnerAdapter:
     def __init__(self, runner: Any, verification: Verification) -> None:
         has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs")
         has(runner.rejection_sampler, "sampler", "num_speculative_steps")
-        self.runner, self.verification = runner, verification
-        self.hidden: Tensor | None = None  # [rows, H] the states of this step; None outside of a step (warm-up)
+        self.runner = runner
+        self.hidden: Tensor | None = None  # [tokens, H] the states of this step; None outside of a step (warm-up)
         sampler = runner.rejection_sampler
         exactly(sampler, RejectionSampler)
-        self.mark = MarkProcessor(verification, runner.max_num_reqs, sampler.num_speculative_steps)
-        listed = getattr(sampler.sampler, "logits_processors", None)
-        if listed is not None:
-            listed.append(self.mark)
+        self.marks = MarkProcessor(verification, runner.max_num_reqs, sampler.num_speculative_steps)
+        self.listed = hasattr(sampler.sampler, "logits_processors")
+        if self.listed:
+            sampler.sampler.logits_processors.append(self.marks)
         else:
             bans = sampler.sampler.bad_words_state
             exactly(bans, BadWordsState)
-            bans.__class__, bans.marks = MarkingBans, self.mark
+            bans.__class__, bans.marks = MarkingBans, self.marks
         sampler.__class__ = SecondRunnerSampler  # its attributes stay as this version's constructor made them
         sampler.adapter = self
 
+    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
+        """Compile the kernels before the first request, for rows of this width."""
+        marks, device = self.marks, self.marks.table.lines.device
+        rows, zero = torch.arange(2, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        batch = SimpleNamespace(
+            num_reqs=1, idx_mapping=zero, idx_mapping_np=np.zeros(1, np.int32), logits_indices=rows, positions=rows,
+            cu_num_logits=2 * rows.int(), input_ids=rows.int(),
+        )  # fmt: skip
+        judge = marks.approval.judge
+        states = torch.zeros((2, 1 if judge is None else judge.config.hidden_size), dtype=dtype, device=device)
+        logits = torch.zeros((2, vocabulary), dtype=dtype, device=device)
+        for rule in [*marks.approval.kinds, None]:
+            marks.enter(0, rule, [])
+            marks.decide(states, logits, batch)
+            marks.apply(logits.float() if self.listed else logits.clone(), None)  # as the sampler has them
+            marks.finish(batch, zero + 1)
+        marks.verification.counts.total.zero_()
+
     def before_step(self, scheduler_output: Any) -> None:
         """Note the prompts of the requests that a step adds: the sampler is not told them."""
-        self.mark.prompts.clear()
-        self.mark.prompts.extend(
+        self.marks.prompts.clear()
+        self.marks.prompts.extend(
             new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs if new.sampling_params is not None
         )
 
     def before_sampling(self) -> None:
-        """Keep the states at the rows that are about to be verified."""
-        self.hidden = None
+        """Keep the states of the step."""
         state = self.runner.execute_model_state
-        if state is not None and state.hidden_states is not None and state.input_batch.num_draft_tokens > 0:
-            self.hidden = state.hidden_states[state.input_batch.logits_indices]
+        self.hidden = None if state is None else state.hidden_states
+
+    def before_verifying(self, logits: Tensor, batch: Any) -> None:
+        if self.hidden is not None:
+            self.marks.decide(self.hidden, logits, batch)
+
+    def after_verifying(self, batch: Any, emitted: Tensor) -> None:
+        if self.hidden is not None:
+            self.marks.finish(batch, emitted)
+        self.hidden = None
