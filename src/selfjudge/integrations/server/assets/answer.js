@@ -22,7 +22,7 @@ function addCard(turn, given) {
   card.figures = make("p", "figures");
   card.actions = make("div", "actions");
   card.actions.append(copyButton("text", () => card.said || card.text), copyButton("curl", () => curl(card)), copyButton("Python", () => python(card)));
-  const facts = make("footer", "facts");
+  const facts = make("footer", "measures");
   facts.append(card.bar, card.verdict, card.figures, card.actions);
   node.append(card.heading, card.content, card.called, card.trouble, facts);
   node.setAttribute("aria-busy", "true");
@@ -136,11 +136,12 @@ function speedOverPlain(card, other) {
 // one sentence about an answer's speed, and what its bar shows: a speed, or passes where no speed is to be trusted
 function paceOf(card, other) {
   const { statistics } = card, m = meanLength(card);
-  if (!statistics) return { said: card.done ? "Not finished: its speed is not known." : card.tokens.length ? "decoding …" : "reading the prompt …" };
+  if (!statistics && card.done) return card.tokens.length ? { passes: m, said: "Not finished: its speed is not known." } : { said: "" };
+  if (!statistics) return { said: card.tokens.length ? "decoding …" : "reading the prompt …" };
   const busy = isBusy(card, other);
   if (card.isPlain) {
     if (!busy) state.plain = rate(card);
-    return { speed: busy ? null : 1, passes: 1, said: "The large model alone: one pass for each token." };
+    return { speed: busy ? null : 1, passes: 1, said: "One pass for each token." };
   }
   if (busy) return { passes: m, said: "Speed not compared: this machine is busy.", why: busy };
   const speed = speedOverPlain(card, other), beside = other && !other.isPlain && ratio(card, other);
@@ -162,7 +163,7 @@ function showBar(card, all, { speed, passes }) {
   bar.setAttribute("role", "img");
   bar.setAttribute("aria-label", value ? `${kind}: ${value.toFixed(2)}, plain decoding: 1` : "speed: not known");
   name.textContent = `${kind}, plain = 1`;
-  card.bar.hidden = isVllm() && !value;
+  card.bar.hidden = !value && (card.done || isVllm());
 }
 
 function showFigures(card, all) {
@@ -258,7 +259,7 @@ function placeHint() {
   const rects = hinted.getClientRects(), first = rects[0], last = rects[rects.length - 1], { width, height } = hint.getBoundingClientRect();
   const left = Math.max(12, Math.min(first.left, document.documentElement.clientWidth - width - 12));
   const top = document.querySelector(".top").getBoundingClientRect().bottom, bottom = at("ask").getBoundingClientRect().top;
-  const taken = [...document.querySelectorAll(".facts")].map((each) => each.getBoundingClientRect());
+  const taken = [...document.querySelectorAll(".measures")].map((each) => each.getBoundingClientRect());
   const cost = (y) => Math.max(0, top - y) + Math.max(0, y + height - bottom) + taken.reduce((sum, box) => sum + (
     left < box.right && left + width > box.left ? 2 * Math.max(0, Math.min(y + height, box.bottom) - Math.max(y, box.top)) : 0), 0);
   const [best] = [last.bottom + 6, first.top - height - 6].sort((a, b) => cost(a) - cost(b));

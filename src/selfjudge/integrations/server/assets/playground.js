@@ -21,6 +21,7 @@ function requestBody(asked, how) {
   const told = at("system").value.trim(), messages = messagesBefore(asked);
   if (told) messages.unshift({ role: "system", content: told });
   const body = { model: state.model, messages, ...chosenFields(), stream: true };
+  if (asked[0].role === "tool") delete body.tool_choice; // after a result the model may answer
   if (!isVllm()) return { ...body, selfjudge: { ...how, tokens: true } };
   const { gamma: _, ...options } = how;
   return { ...body, logprobs: true, top_logprobs: 2, vllm_xargs: { selfjudge: JSON.stringify(options) } };

@@ -93,7 +93,7 @@ function refreshSettings() {
     at("amount-name").textContent = measure();
   }
   at("amount-said").textContent = Number(at("amount").value).toFixed(2);
-  at("temperature-said").textContent = Number(at("temperature").value) ? at("temperature").value : "0: always the likeliest token";
+  at("temperature-said").textContent = Number(at("temperature").value) ? at("temperature").value : "0, greedy";
   at("compare").options[2].disabled = isLossless();
   at("rule-note").textContent = isFormed() ? "Under a schema or tools every rule verifies exactly." : RULES[at("rule").value === "topk:2" ? "topk:2" : rule]?.[1] ?? "";
   const own = state.facts.gamma; // where the box names none
