@@ -49,6 +49,7 @@ with contextlib.suppress(ImportError):  # vLLM's environment and GPU machines la
 if TYPE_CHECKING:  # the process that hands out the tests needs no torch
     import transformers as hf
 
+    from browser import Browser
     from selfjudge.models.eagle import EagleHead
     from selfjudge.models.pair import Pair
     from servers import Server
@@ -220,6 +221,28 @@ def start() -> Iterator[Callable[..., Server]]:
 
     with servers() as begin:
         yield begin
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    from browser import Browser
+
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """Afterwards the page must not have complained, asked another host or been taken over."""
+    chromium.complaints.clear()
+    chromium.requests.clear()
+    chromium.media("", "light")
+    yield chromium
+    assert chromium.run("window.hacked") is None
+    assert chromium.complaints == []
+    own = chromium.run("sessionStorage.clear(); location.origin")  # tests share the tab
+    assert [url for url in chromium.requests if not url.startswith((own, "data:"))] == []
 
 
 @pytest.fixture(scope="module")

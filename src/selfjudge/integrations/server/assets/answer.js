@@ -148,7 +148,7 @@ function paceOf(card, other) {
   const overExact = beside ? `${beside.toFixed(1)} × exact here` : "";
   if (speed) {
     const why = statistics.gamma_mean === 0 ? ": drafts did not pay, so none were made" : speed < 1.05 ? ": too few drafts were accepted" : "";
-    return { speed, said: `${other?.isPlain ? "" : "about "}${speed.toFixed(1)} × plain here${why}${overExact && `, ${overExact}`}.` };
+    return { speed, said: `${other?.isPlain ? "" : "About "}${speed.toFixed(1)} × plain here${why}${overExact && `, ${overExact}`}.` };
   }
   if (isVllm()) return { said: overExact ? `${overExact}.` : "Speed not compared: choose exact in “Compare with”." };
   return { passes: m, said: `${overExact ? `${overExact}; not` : "Not"} compared with plain decoding: “Compare with” does that.` };
@@ -227,17 +227,15 @@ function hideHint() {
 function showHint(cell) {
   const card = cards.get(cell.closest(".card")), token = card.tokens[Number(cell.dataset.i)];
   const list = make("dl");
-  const row = (name, value, code) => {
-    if (value === undefined || value === null) return;
+  const row = (name, ...values) => {
     const dd = make("dd");
-    dd.append(code ? make("code", "", value) : value);
+    dd.append(...values);
     list.append(make("dt", "", name), dd);
   };
-  row("token", visible(token.text), true);
-  row("p of the token", token.probability === undefined ? null : share(token.probability));
+  const rowOf = (name, text, p) => row(name, make("code", "", visible(text)), p === undefined ? "" : `, p ${share(p)}`);
+  rowOf("token", token.text, token.probability);
   if (token.origin === "judge") {
-    row("target’s choice", visible(token.target_text), true);
-    row("p of the choice", share(token.target_probability));
+    rowOf("target’s choice", token.target_text, token.target_probability);
     row("judge’s score", isVllm() ? "not told by vLLM" : token.score === null ? "no judge in this rule" : token.score.toFixed(3));
   }
   const together = card.cells.filter((each) => token.cycle && card.tokens[Number(each.dataset.i)].cycle === token.cycle);
@@ -245,26 +243,27 @@ function showHint(cell) {
   hideHint();
   if (together.length > 1) for (const each of together) each.classList.add("together");
   const hint = at("hint");
+  if (cell.classList.contains("parts")) row("the two answers", "part here");
   hint.replaceChildren(make("p", "", ORIGINS[token.origin]), list);
-  if (cell.classList.contains("parts")) hint.append(make("p", "", "The two answers part here."));
   hint.hidden = false;
   hinted = cell;
   placeHint();
 }
 
-// below the token or above it, wherever it covers no figures
+// beside the token, below it if nothing is against it; never on figures while there is room elsewhere
 function placeHint() {
   const hint = at("hint");
   if (hint.hidden) return;
-  const rects = hinted.getClientRects(), first = rects[0], last = rects[rects.length - 1], { width, height } = hint.getBoundingClientRect();
+  const rects = [...hinted.getClientRects()], first = rects[0], last = rects.at(-1), { width, height } = hint.getBoundingClientRect();
   const left = Math.max(12, Math.min(first.left, document.documentElement.clientWidth - width - 12));
-  const top = document.querySelector(".top").getBoundingClientRect().bottom, bottom = at("ask").getBoundingClientRect().top;
-  const taken = [...document.querySelectorAll(".measures")].map((each) => each.getBoundingClientRect());
-  const cost = (y) => Math.max(0, top - y) + Math.max(0, y + height - bottom) + taken.reduce((sum, box) => sum + (
-    left < box.right && left + width > box.left ? 2 * Math.max(0, Math.min(y + height, box.bottom) - Math.max(y, box.top)) : 0), 0);
-  const [best] = [last.bottom + 6, first.top - height - 6].sort((a, b) => cost(a) - cost(b));
+  const top = document.querySelector(".top").getBoundingClientRect().bottom + 4, most = at("ask").getBoundingClientRect().top - height;
+  const figures = [...document.querySelectorAll(".measures")].map((each) => each.getBoundingClientRect());
+  const covered = (y, box) => (left < box.right && left + width > box.left ? Math.max(0, Math.min(y + height, box.bottom) - Math.max(y, box.top)) : 0);
+  const cost = (y) => Math.abs(y - last.bottom) + 9 * Math.max(0, ...figures.map((box) => covered(y, box))) + 99 * Math.max(...rects.map((box) => covered(y, box)));
+  const places = [last.bottom + 6, first.top - height - 6].filter((y) => y >= top && y <= most);
+  for (let y = top; y <= most; y += 8) places.push(y);
   hint.style.left = `${left}px`;
-  hint.style.top = `${best}px`;
+  hint.style.top = `${places.reduce((best, y) => (cost(y) < cost(best) ? y : best), places[0] ?? last.bottom + 6)}px`;
 }
 
 function walk(event) {
