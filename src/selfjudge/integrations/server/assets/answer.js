@@ -254,16 +254,16 @@ function showHint(cell) {
 function placeHint() {
   const hint = at("hint");
   if (hint.hidden) return;
-  const rects = [...hinted.getClientRects()], first = rects[0], last = rects.at(-1), { width, height } = hint.getBoundingClientRect();
-  const left = Math.max(12, Math.min(first.left, document.documentElement.clientWidth - width - 12));
-  const top = document.querySelector(".top").getBoundingClientRect().bottom + 4, most = at("ask").getBoundingClientRect().top - height;
+  const token = [...hinted.getClientRects()].at(-1), { width, height } = hint.getBoundingClientRect();
+  const left = Math.max(12, Math.min(token.left, document.documentElement.clientWidth - width - 12));
+  const top = 4, most = at("ask").getBoundingClientRect().top - height;
   const figures = [...document.querySelectorAll(".measures")].map((each) => each.getBoundingClientRect());
   const covered = (y, box) => (left < box.right && left + width > box.left ? Math.max(0, Math.min(y + height, box.bottom) - Math.max(y, box.top)) : 0);
-  const cost = (y) => Math.abs(y - last.bottom) + 9 * Math.max(0, ...figures.map((box) => covered(y, box))) + 99 * Math.max(...rects.map((box) => covered(y, box)));
-  const places = [last.bottom + 6, first.top - height - 6].filter((y) => y >= top && y <= most);
-  for (let y = top; y <= most; y += 8) places.push(y);
+  const cost = (y) => Math.abs(y - token.bottom) + 999 * Math.max(0, ...figures.map((box) => covered(y, box))) + 9999 * covered(y, token);
+  const places = [token.bottom + 6, token.top - height - 6].filter((y) => y >= top && y <= most);
+  for (let y = top; y <= most; y += 4) places.push(y);
   hint.style.left = `${left}px`;
-  hint.style.top = `${places.reduce((best, y) => (cost(y) < cost(best) ? y : best), places[0] ?? last.bottom + 6)}px`;
+  hint.style.top = `${places.reduce((best, y) => (cost(y) < cost(best) ? y : best), places[0] ?? token.bottom + 6)}px`;
 }
 
 function walk(event) {
