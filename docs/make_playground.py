@@ -53,8 +53,6 @@ def record(browser: Browser, question: str, tokens: int) -> list[Image.Image]:
             frames.append(Image.open(io.BytesIO(Path(file.name).read_bytes())).convert("RGB"))
 
     browser.choose("#compare", "plain")
-    browser.run("document.getElementById('settings').open = false")
-    browser.run("document.getElementById('ask').dispatchEvent(new Event('input'))")
     browser.run(f"document.getElementById('length').value = {tokens}")
     browser.run(f"document.getElementById('question').value = {json.dumps(question)}")
     browser.run("document.getElementById('question').focus()")

@@ -137,7 +137,7 @@ function speedOverPlain(card, other) {
 function paceOf(card, other) {
   const { statistics } = card, m = meanLength(card);
   if (!statistics && card.done) return card.tokens.length ? { passes: m, said: "Not finished: its speed is not known." } : { said: "" };
-  if (!statistics) return { said: card.tokens.length ? "decoding …" : "reading the prompt …" };
+  if (!statistics) return { passes: m, said: card.tokens.length ? "decoding …" : "reading the prompt …" };
   const busy = isBusy(card, other);
   if (card.isPlain) {
     if (!busy) state.plain = rate(card);
