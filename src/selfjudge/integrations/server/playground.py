@@ -85,5 +85,4 @@ def _style() -> str:
 
 
 def _script() -> str:
-    """The parts of the script: those that only define, then the one that also begins."""
     return "".join(read_asset(__package__, f"{name}.js") for name in ("server", "answer", "settings", "playground"))
