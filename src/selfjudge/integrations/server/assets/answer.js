@@ -236,7 +236,7 @@ function showHint(cell) {
   rowOf("token", token.text, token.probability);
   if (token.origin === "judge") {
     rowOf("target’s choice", token.target_text, token.target_probability);
-    row("judge’s score", isVllm() ? "not told by vLLM" : token.score === null ? "no judge in this rule" : token.score.toFixed(3));
+    row((card.statistics?.rule ?? "judge").startsWith("judge") ? "judge’s score" : "rule’s score", isVllm() ? "not told by vLLM" : token.score === null ? "no judge in this rule" : token.score.toFixed(3));
   }
   const together = card.cells.filter((each) => token.cycle && card.tokens[Number(each.dataset.i)].cycle === token.cycle);
   if (!isVllm()) row("pass", token.cycle ? `${token.cycle}, with ${together.length} ${together.length === 1 ? "token" : "tokens"}` : "0, reading the prompt: no rule is asked");
