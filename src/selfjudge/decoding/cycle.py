@@ -157,12 +157,31 @@ class Cycle:
         return self.row_state[:, -SETTINGS:]
 
     @torch.no_grad()
+    def prepare(self) -> PhaseTimer:
+        """Let the draft catch up, and capture what is new. A static engine needs memory for nothing else, and after an
+        error for want of it this may be called again."""
+        timer = PhaseTimer(self.target.device)
+        if self.draft is not None:
+            with timer("draft"):
+                self.draft.prepare(self.gamma)
+        # only static engines set `captured`: it refers back to the cycle, and would keep an eager cycle's logits alive
+        if self.target.static and self.captured is None:
+            self.capture()
+        return timer
+
+    @torch.no_grad()
     def run(
-        self, uniforms: Tensor | None, limits: Limits | None = None, edits: Sequence[RowEdits] = ()
+        self,
+        uniforms: Tensor | None,
+        limits: Limits | None = None,
+        edits: Sequence[RowEdits] = (),
+        timer: PhaseTimer | None = None,
     ) -> tuple[Packed, PhaseTimer]:
         """Start one cycle and return its outcome without waiting for it, unless there are `edits` of the rows.
 
-        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are."""
+        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are. The `timer` is
+        that of `prepare`, which is called here if there is none."""
+        timer = timer or self.prepare()
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
         if limits is not None:
@@ -171,13 +190,6 @@ class Cycle:
             raise ValueError("a cycle of a number of tokens needs limits")
         else:
             self.limited = False
-        timer = PhaseTimer(self.target.device)
-        if self.draft is not None:
-            with timer("draft"):
-                self.draft.prepare(self.gamma)
-        # only static engines set `captured`: it refers back to the cycle, and would keep an eager cycle's logits alive
-        if self.target.static and self.captured is None:
-            self.capture()
         self.run_phases(timer, edits)
         assert self.packed is not None
         return timer.send(self.packed), timer
@@ -202,10 +214,11 @@ class Cycle:
     @torch.no_grad()
     def capture(self) -> None:
         """Let a static engine capture the phases; `state` stays as it is."""
-        self.captured = self.target.capture(self._phases(), self.state())
-        # not read after a capture: later captures reuse this memory, most of the total for large batches
-        self.draft_logits = self.output = self.block = self.guarded = None
-        self.verified = self.verified and self.verified.unowned()
+        try:
+            self.captured = self.target.capture(self._phases(), self.state())
+        finally:  # not read after a capture: later captures reuse this memory, most of the total for large batches
+            self.draft_logits = self.output = self.block = self.guarded = None
+            self.verified = self.verified.unowned() if self.verified and self.captured else None
 
     def limit(self, limits: Limits) -> None:
         """Verify only the first limits[b] drafts of each row in this cycle. Unless the engine is static, `draft_on` may

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests, count_longest
 from selfjudge.decoding.batch_gamma import BatchGamma, CyclePlan
 from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import GUARDS, ROW_STATE, Cycle, CycleSize, Packed, PhaseTimer, find_cycle
@@ -168,7 +168,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
         batch.prefill.store(batch.rows)
         alive = batch.rows.alive
         batch.prefill.cancel(cancelled)
-        batch.prefill.admit(queue, len(alive), cancelled)
+        batch.prefill.admit(queue, batch.rows, cancelled)
         if given_up := batch.prefill.given_up:
             batch.prefill.given_up = []
             yield Step(0, (), dict.fromkeys(PHASES, 0.0), out_of_memory=tuple(given_up))
@@ -195,10 +195,15 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
                 yield Step(0, (), dict.fromkeys(PHASES, 0.0))
             continue
         else:
-            number, chunk_read = number + 1, False
-            in_flight.append(batch.run(number))
-            if target.static and len(in_flight) < 2 and not batch.rows.live_edits:
-                continue  # the device works on the next cycle while the host reads this one
+            chunk_read = False
+            if (started := batch.run(number + 1)) is not None:
+                number += 1
+                in_flight.append(started)
+                if target.static and len(in_flight) < 2 and not batch.rows.live_edits:
+                    continue  # the device works on the next cycle while the host reads this one
+            elif not in_flight:
+                batch.free_memory(alive)
+                continue
         yield batch.finish(in_flight.popleft(), batch.rows)
 
 
@@ -225,6 +230,8 @@ class _LiveBatch:
     cycle: Cycle | None = None
     plain_cycles: int = 0  # cycles since the last drafts
     changed: bool = False  # whether rows have entered or left since the last cycle
+    queued: bool = False  # whether requests wait in a queue: where memory is short, rows are given up one by one
+    released: bool = False  # whether the next cycle found no memory, and all that is spare has been freed
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.engines.target.device)
@@ -240,9 +247,11 @@ class _LiveBatch:
 
     def enqueue(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
         """Queue the first requests before all others, and reserve the caches."""
+        self.queued = True
         queue.waiting.extendleft(reversed(requests))
-        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        self.prefill.make_room(queue, longest)  # where there is no memory, `admit` gives requests up
+        self.prefill.make_room(
+            queue, max(map(count_longest, requests))
+        )  # where there is no memory, `admit` gives requests up
 
     def join(self, alive: list[int]) -> Step:
         """Let a group whose prompts have been read enter after the live rows."""
@@ -302,7 +311,21 @@ class _LiveBatch:
     def shrink(self, alive: list[int]) -> None:
         """Let finished rows leave; a static engine keeps some as idle rows, to fill a size that it captures."""
         idle = [i for i in range(len(self.rows)) if self.rows.finished[i]]
-        kept = alive + idle[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)]
+        self._keep(alive + idle[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)])
+
+    def free_memory(self, alive: list[int]) -> None:
+        """The next cycle found no memory: free what is spare. If that was not enough, give up the newest row, for which
+        least work is lost."""
+        if self.released:
+            self.prefill.give_up(int(self.rows.index[alive[-1]]))
+            self.rows.finished[alive[-1]] = True
+            if alive[:-1]:
+                self._keep(alive[:-1])
+        self.engines.release_spare(cycles=True)
+        self.released = True
+
+    def _keep(self, kept: list[int]) -> None:
+        """Go on with these rows."""
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
@@ -311,22 +334,30 @@ class _LiveBatch:
         self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=last, row_state=state)
         self.changed = True
 
-    def run(self, number: int) -> _StartedCycle:
-        """Start a cycle: what its rows need, of the γ that they have, or of the best one where all leave it open."""
+    def run(self, number: int) -> _StartedCycle | None:
+        """Start a cycle: what its rows need, of the γ that they have, or of the best one where all leave it open. None
+        where a static engine has no memory to begin it."""
         assert self.cycle is not None
         level, traced, edited = self.rows.live_needs
         rule, chooser = self.by_row.at(level) if self.by_row else self.rule, self.chooser
         plan = chooser.choose(self.rows, self.plain_cycles, changed=self.changed, by_gamma=rule.depends_on_gamma)
         trace = self.trace and traced and plan.size.gamma > 0 and not rule.lossless
         self.changed = False
-        self.plain_cycles = 0 if plan.size.gamma else self.plain_cycles + 1
         if (rule, plan.size, trace) != (self.cycle.rule, self.cycle.size, self.cycle.trace):
             last, state = self.cycle.last[:, 0], self.cycle.row_state
             self.cycle = find_cycle(self.engines, rule, plan.size, trace=trace, first=last, row_state=state)
         cycle, start = self.cycle, time.perf_counter()
         cycle.draft_on = chooser.controller.draft_on if chooser.controller and plan.gammas is None else None
         captures = self.engines.target.static and cycle.captured is None
-        packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, self.rows.live_edits if edited else ())
+        try:
+            timer = cycle.prepare()
+        except torch.OutOfMemoryError:
+            if self.released and not self.queued:
+                raise
+            return None
+        edits = self.rows.live_edits if edited else ()
+        packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, edits, timer)
+        self.plain_cycles, self.released = 0 if plan.size.gamma else self.plain_cycles + 1, False
         if captures and chooser.statistics is not None:
             chooser.statistics.capture_seconds = time.perf_counter() - start
         return _StartedCycle(number, packed, timer, plan)

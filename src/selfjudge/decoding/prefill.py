@@ -3,11 +3,12 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, limit_request
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, count_longest, limit_request
 from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BACKLOG, BatchEngines
@@ -39,17 +40,22 @@ class PrefillGroup:
     @property
     def longest(self) -> int:
         """Maximum tokens of a row, prompt and answer."""
-        return max(len(request.prompt) + request.max_new_tokens for request in self.requests)
+        return max(map(count_longest, self.requests))
 
     @cached_property
     def _padded(self) -> Tensor:
         """[B, T] the last tokens of each prompt, which either cache lacks."""
         return _left_padded([request.prompt[-self.width :] for request in self.requests], self.device)[0]
 
-    def begin(self, engines: BatchEngines, step_tokens: int) -> None:
-        """Take engines, with room for so many tokens of a row beyond its own."""
+    def begin(self, engines: BatchEngines, step_tokens: int, *, aside: bool = False) -> None:
+        """Take engines, with room for so many tokens of a row beyond its own. Static ones `aside` need room for prompts
+        alone: the rows are copied into the cache of the batch."""
         self.begun, self.engines = True, engines
-        engines.reserve(len(self), self.longest + step_tokens)
+        room = self.longest + step_tokens
+        if aside and engines.target.static:
+            longest = max(len(request.prompt) for request in self.requests)
+            room = min(room, 1 << (longest - 1).bit_length())  # what `CudaEngine.prefill` pads it to
+        engines.reserve(len(self), room)
 
     def restore(self, found: Sequence[Sequence[Sequence[Tensor]]]) -> None:
         """Begin the rows of the engines with blocks that were found for them: of each row, and of each engine."""
@@ -128,32 +134,49 @@ class Prefill:
         """Begin without rows, in caches for as many rows of the queue as there is memory for; False if for none.
 
         A row has room for `needed` tokens at least. Static caches begin small and grow with what is asked."""
-        length = queue.length
-        if not self.engines.holds(queue.rows, length + self.step_tokens):
+        length, step_tokens = queue.length, self.step_tokens
+        if self.engines.rows_held(length + step_tokens) < queue.rows:
             length = min(length, max(START_TOKENS, 2 * self.length))
         for tokens in (max(length, needed), needed):
-            if rows := self.engines.limit_rows(queue.rows, tokens + self.step_tokens):
-                self.engines.reserve(rows, tokens + self.step_tokens)
+            room = tokens + step_tokens
+            if rows := self.engines.limit_rows(queue.rows, room, step_tokens=step_tokens, aside=1):
+                self.engines.reserve(rows, room)
+                self.rows, self.length = rows, self.engines.longest(room) - step_tokens
                 self.engines.reserve(0, 0)  # the caches stay as large as they are
-                self.rows, self.length = rows, tokens
                 return True
         return False
+
+    def _make_shorter(self, queue: AdmissionQueue, rows: BatchRows, busy: int) -> bool:
+        """Where a long row has left caches of few rows to many short ones: let the batch run empty, and then make room
+        for them. Whether they have to wait for that."""
+        if self.rows >= queue.rows or busy + len(queue.waiting) <= self.rows:
+            return False
+        waiting = map(count_longest, islice(queue.waiting, queue.rows))
+        needed = max([rows.longest, *(group.longest for group in self.groups), *waiting])
+        length = max(min(START_TOKENS, queue.length), min(needed, self.engines.window))
+        if 2 * length > self.length:
+            return False
+        if not busy:
+            self.length = 0
+            self.make_room(queue, length)
+            self.length = length  # where there is no memory for more rows, the caches stay as they are
+        return busy > 0
 
     @property
     def ready(self) -> bool:
         """Whether a group has been read to its end."""
         return any(not group.unread for group in self.groups)
 
-    def admit(self, queue: AdmissionQueue, alive: int, cancelled: set[int]) -> None:
-        """Admit waiting requests while there is room beside the `alive` rows and those that are being read."""
+    def admit(self, queue: AdmissionQueue, rows: BatchRows, cancelled: set[int]) -> None:
+        """Admit waiting requests while there is room beside the live rows and those that are being read."""
         self._one_by_one &= bool(self.groups)
-        if not queue.waiting:
+        busy = len(rows.alive) + sum(map(len, self.groups))
+        if not queue.waiting or self._make_shorter(queue, rows, busy):
             return
         admitted: list[tuple[int, Request]] = []
-        busy = alive + sum(map(len, self.groups))
         while queue.waiting and busy + len(admitted) < max(1, self.rows):
             number, request = self.next_number, queue.waiting[0]
-            needed, fits = min(len(request.prompt) + request.max_new_tokens, self.engines.window), True
+            needed, fits = min(count_longest(request), self.engines.window), True
             if number not in cancelled and needed > self.length:
                 if busy or admitted:
                     break  # it waits until the batch is empty, and the caches can grow
@@ -195,7 +218,7 @@ class Prefill:
         group = self.groups[0] if in_order else min(self.groups, key=lambda group: group.unread)
         self._passed_over = group is not self.groups[0]
         if not group.begun:
-            group.begin(self.engines.aside(), self.step_tokens)
+            group.begin(self.engines.aside(), self.step_tokens, aside=True)
             group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
         group.read(chunk if len(group) == 1 else group.width)
 
@@ -214,12 +237,12 @@ class Prefill:
         rows = [row for group in self.groups for row in zip(group.numbers, group.requests, strict=True)]
         self.groups = [PrefillGroup([row], device) for row in rows]
         self._held, self._one_by_one = alive, True
-        for engine in self.engines.static_engines:
-            engine.trim()
-        if self.engines.prefixes is not None:
-            self.engines.prefixes.clear()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.engines.release_spare()
+
+    def give_up(self, number: int) -> None:
+        """Forget a row of the batch."""
+        self._histories.pop(number, None)
+        self.given_up.append(number)
 
     def pop_ready(self) -> PrefillGroup:
         """Remove and return a group that has been read to its end."""

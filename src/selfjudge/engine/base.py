@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import torch
@@ -39,6 +40,8 @@ class RowCache(Protocol):
     device: device
     static: bool = False
     """Whether every pass must have the shape of the first: `capture` then replays it without Python."""
+    idle: Mapping[Hashable, list[Any]] = MappingProxyType({})
+    """Engines of the same weights that nobody uses, kept with their caches and captured graphs."""
 
     @property
     def version(self) -> int:

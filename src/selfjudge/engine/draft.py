@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from selfjudge.engine.base import Engine, HeadEngine, RowCache
 from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.device import free_memory
+from selfjudge.models.memory import LOGIT_BYTES
 from selfjudge.types import Verdict
 
 CACHE_SHARE = 0.8  # of the memory that is free, for caches; the rest is for prompts, logits and captured graphs
@@ -102,6 +104,10 @@ class Drafter(RowCache):
     @property
     def version(self) -> int:
         return self.engine.version
+
+    def release(self) -> None:
+        """Free the cache of a static engine."""
+        self.engine.release()
 
     def reserve(self, batch: int, length: int) -> None:
         self.engine.reserve(batch, length)
@@ -287,19 +293,55 @@ class BatchEngines:
         """The engines whose caches do not grow by themselves."""
         return self.engines if self.target.static else []
 
-    def holds(self, rows: int, length: int) -> bool:
-        """Whether `reserve` needs no more memory for so many rows of that length."""
-        return all(engine.holds(rows, length) for engine in self.static_engines)
+    def rows_held(self, length: int) -> float:
+        """Rows of that length for which `reserve` needs no more memory."""
+        return min((engine.rows_held(length) for engine in self.static_engines), default=math.inf)
 
-    def limit_rows(self, rows: int, length: int, share: float = CACHE_SHARE) -> int:
-        """How many of these rows, each of at most `length` tokens, `reserve` finds room for in this share of memory."""
-        free = None if self.holds(rows, length) else free_memory(self.target.device)
-        if free is None:
+    def longest(self, otherwise: int) -> int:
+        """Maximum tokens of a row of the caches that are there; `otherwise` where they grow by themselves."""
+        return min((engine.longest for engine in self.static_engines), default=otherwise)
+
+    def limit_rows(
+        self, rows: int, length: int, share: float = CACHE_SHARE, *, step_tokens: int = 1, aside: int = 0
+    ) -> int:
+        """How many of these rows, each of at most `length` tokens, `reserve` finds room for in this share of memory.
+
+        A row needs its part of the caches, and the logits of `step_tokens` tokens. So do rows that are read `aside`.
+        Where there is too little, idle engines of the same models lose their caches."""
+        if (held := self.rows_held(length)) >= rows:
             return rows
-        free += sum(engine.cache_bytes for engine in self.static_engines)  # freed first
+        logits = LOGIT_BYTES * self.target.vocab_size * step_tokens
+        row = logits + sum(engine.row_bytes(length) for engine in self.static_engines)
+        for last in (False, True):
+            free = free_memory(self.target.device)
+            if free is None:
+                return rows
+            free += sum(engine.cache_bytes for engine in self.static_engines)  # freed first
+            if self.prefixes is not None:
+                free -= self.prefixes.limit - self.prefixes.used
+            fitting = int(share * free // row)
+            if last or fitting >= rows + aside or not self.release_idle():
+                break
+        return min(rows, max(int(held), min(fitting, 1), fitting - aside))
+
+    def release_idle(self) -> bool:
+        """Free the caches of engines of these models that nobody uses; whether there were any."""
+        found = False
+        for engines in [engines for cache in self.caches for engines in cache.idle.values()]:
+            while engines:
+                engines.pop().release()
+                found = True
+        return found
+
+    def release_spare(self, *, cycles: bool = False) -> None:
+        """Free all that these models can do without, of captured `cycles` those that are not running."""
+        for engine in self.static_engines:
+            engine.trim(cycles=cycles)
         if self.prefixes is not None:
-            free -= self.prefixes.limit - self.prefixes.used
-        return min(rows, int(share * free // sum(engine.row_bytes(length) for engine in self.static_engines)))
+            self.prefixes.clear()
+        self.release_idle()
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def reserve(self, rows: int, length: int) -> None:
         """Begin a batch: room for so many rows of at most `length` tokens."""

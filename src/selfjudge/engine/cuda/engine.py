@@ -121,7 +121,7 @@ class CudaEngine(Engine):
     @torch.no_grad()
     def reserve(self, batch: int, length: int) -> None:
         w, slots = self.weights, _count_slots(length)
-        if self.holds(batch, length):
+        if self.rows_held(length) >= batch:
             self.use_rows(batch)
             self.lengths.zero_()
             return
@@ -173,13 +173,28 @@ class CudaEngine(Engine):
         (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
         return replay, tokens, counts, outputs[-1]
 
-    def trim(self) -> None:
-        """Free what is kept for the next prompts."""
+    def trim(self, *, cycles: bool = False) -> None:
+        """Free what is kept for the next prompts, and the captured `cycles`."""
         self._asides.clear()
+        if cycles:
+            self.captured_cycles.clear()
+            self._prefills.clear()
+            self._pool = None
 
-    def holds(self, batch: int, length: int) -> bool:
-        """Whether `reserve` needs no more memory for so many rows of that length."""
-        return self.slots >= _count_slots(length) and len(self._lengths) >= batch
+    def release(self) -> None:
+        """Free the cache, and all graphs that were captured with it."""
+        version = self.version
+        self._reset()
+        self.version = version + 1  # cycles that other engines captured with this cache are not found again
+
+    def rows_held(self, length: int) -> int:
+        """Rows of that length for which `reserve` needs no more memory."""
+        return len(self._lengths) if length <= self.longest else 0
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a row of this cache."""
+        return self.slots - 2
 
     def row_bytes(self, length: int) -> int:
         """Bytes that `reserve` takes for a row of at most `length` tokens."""
@@ -362,22 +377,24 @@ class CudaEngine(Engine):
         side.wait_stream(current)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = []
-        with torch.cuda.stream(side), warnings.catch_warnings(), _no_collection():
-            warnings.simplefilter("ignore")  # a phase may have nothing to do, and its graph be empty
-            for function in functions:  # compile what is new
-                function()
-            restore()
-            side.synchronize()
-            for function in functions:
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool)
-                try:
+        try:
+            with torch.cuda.stream(side), warnings.catch_warnings(), _no_collection():
+                warnings.simplefilter("ignore")  # a phase may have nothing to do, and its graph be empty
+                for function in functions:  # compile what is new
                     function()
-                finally:
-                    graph.capture_end()
-                graphs.append(graph)
-        current.wait_stream(side)
-        restore()
+                restore()
+                side.synchronize()
+                for function in functions:
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(pool=self._pool)
+                    try:
+                        function()
+                    finally:
+                        graph.capture_end()
+                    graphs.append(graph)
+        finally:  # also where there was no memory for it: the caller may free some and try again
+            current.wait_stream(side)
+            restore()
         return [graph.replay for graph in graphs]
 
 
