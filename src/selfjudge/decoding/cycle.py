@@ -151,6 +151,10 @@ class Cycle:
         self.verified: VerifiedLogits | None = None  # for the edits of rows
         self.packed: Packed | None = None
 
+    def size_for(self, rows: int) -> CycleSize:
+        """The size of this cycle for another number of rows."""
+        return self.size if self.tokens is None else CycleSize(self.gamma, rows * (self.gamma + 1))
+
     @property
     def settings(self) -> Tensor:
         """[B, SETTINGS] as in `Block`."""
