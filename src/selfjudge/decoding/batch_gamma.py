@@ -142,17 +142,16 @@ class BatchGamma:
             with suppress(torch.OutOfMemoryError):
                 capture_cycles(self.engines, rule, rows, [size], trace=trace)
 
-    def choose(
-        self, rows: BatchRows, plain_cycles: int, *, changed: bool, may_capture: bool, by_gamma: bool
-    ) -> CyclePlan:
-        """The next cycle of these rows, after so many without drafts. `changed` says whether rows have entered or left,
-        `may_capture` whether their cycles are then captured, `by_gamma` whether answers of this cycle depend on γ."""
+    def choose(self, rows: BatchRows, unread: int, *, changed: bool, may_capture: bool, by_gamma: bool) -> CyclePlan:
+        """The next cycle of these rows, of which the draft has not read the latest `unread` tokens. `changed` says
+        whether rows have entered or left, `may_capture` whether their cycles are then captured, `by_gamma` whether
+        answers of this cycle depend on γ."""
         if changed and self.statistics is not None:
             self._choose_for_entered(rows, may_capture)
-        live, behind = ~rows.finished, plain_cycles > 0
+        live, behind = ~rows.finished, unread > 0
         fixed, static = live & (rows.gamma >= 0), self.engines.target.static
         if self.controller is not None and not fixed.any():
-            drafts = self.controller.choose(len(rows), plain_cycles, rows.live)
+            drafts = self.controller.choose(len(rows), unread, rows.live)
             return CyclePlan(CycleSize(drafts), behind=behind)
         gammas = np.where(fixed, rows.gamma, 0)
         if (free := live & ~fixed).any():

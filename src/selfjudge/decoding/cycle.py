@@ -150,6 +150,7 @@ class Cycle:
         self.guarded: GuardedBlock | None = None
         self.verified: VerifiedLogits | None = None  # for the edits of rows
         self.packed: Packed | None = None
+        self.timer: PhaseTimer | None = None  # of a cycle that is prepared
 
     def size_for(self, rows: int) -> CycleSize:
         """The size of this cycle for another number of rows."""
@@ -161,31 +162,28 @@ class Cycle:
         return self.row_state[:, -SETTINGS:]
 
     @torch.no_grad()
-    def prepare(self) -> PhaseTimer:
+    def prepare(self) -> None:
         """Let the draft catch up, and capture what is new. A static engine needs memory for nothing else, and after an
         error for want of it this may be called again."""
-        timer = PhaseTimer(self.target.device)
+        self.timer = PhaseTimer(self.target.device)
         if self.draft is not None:
-            with timer("draft"):
+            with self.timer("draft"):
                 self.draft.prepare(self.gamma)
         # only static engines set `captured`: it refers back to the cycle, and would keep an eager cycle's logits alive
         if self.target.static and self.captured is None:
             self.capture()
-        return timer
 
     @torch.no_grad()
     def run(
-        self,
-        uniforms: Tensor | None,
-        limits: Limits | None = None,
-        edits: Sequence[RowEdits] = (),
-        timer: PhaseTimer | None = None,
+        self, uniforms: Tensor | None, limits: Limits | None = None, edits: Sequence[RowEdits] = ()
     ) -> tuple[Packed, PhaseTimer]:
         """Start one cycle and return its outcome without waiting for it, unless there are `edits` of the rows.
 
-        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are. The `timer` is
-        that of `prepare`, which is called here if there is none."""
-        timer = timer or self.prepare()
+        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are."""
+        if self.timer is None:
+            self.prepare()
+        timer, self.timer = self.timer, None
+        assert timer is not None
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
         if limits is not None:

@@ -28,7 +28,7 @@ from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules, find_level, list_settings
 from selfjudge.decoding.sampling import RandomNumbers
-from selfjudge.engine.draft import BatchEngines
+from selfjudge.engine.draft import BACKLOG, BatchEngines
 from selfjudge.store.run_folder import SHORTEST, LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step
 
@@ -237,13 +237,15 @@ class _LiveBatch:
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.engines.target.device)
-        self.prefill = Prefill(self.engines, step_tokens=self.gamma + 1)
+        chooses = self.chooser.statistics is not None
+        self.prefill = Prefill(self.engines, self.gamma + 1, may_postpone=chooses)
         self.by_row = self.rule if isinstance(self.rule, RowRules) else None
 
     def start(self, requests: Sequence[Request]) -> Step:
         """Prefill all requests at once and let them enter."""
         group = PrefillGroup(list(enumerate(requests)), self.engines.target.device)
         group.begin(self.engines, self.gamma + 1)
+        group.postpones = self.prefill.postpones(0)
         group.read_all()
         return self._enter(group, [], 0)
 
@@ -346,11 +348,7 @@ class _LiveBatch:
         level, traced, edited = self.rows.live_needs
         rule, chooser = self.by_row.at(level) if self.by_row else self.rule, self.chooser
         plan = chooser.choose(
-            self.rows,
-            self.plain_cycles,
-            changed=self.changed,
-            may_capture=self.may_capture,
-            by_gamma=rule.depends_on_gamma,
+            self.rows, self.behind, changed=self.changed, may_capture=self.may_capture, by_gamma=rule.depends_on_gamma
         )
         trace = self.trace and traced and plan.size.gamma > 0 and not rule.lossless
         self.changed = False
@@ -361,17 +359,23 @@ class _LiveBatch:
         cycle.draft_on = chooser.controller.draft_on if chooser.controller and plan.gammas is None else None
         captures = self.engines.target.static and cycle.captured is None
         try:
-            timer = cycle.prepare()
+            cycle.prepare()
         except torch.OutOfMemoryError:
             if self.released and not self.queued:
                 raise
             return None
-        edits = self.rows.live_edits if edited else ()
-        packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, edits, timer)
+        packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, self.rows.live_edits if edited else ())
         self.plain_cycles, self.released = 0 if plan.size.gamma else self.plain_cycles + 1, False
         if captures and chooser.statistics is not None:
             chooser.statistics.capture_seconds = time.perf_counter() - start
         return _StartedCycle(number, packed, timer, plan)
+
+    @property
+    def behind(self) -> int:
+        """Tokens of a row that the draft has to read before it drafts again."""
+        draft = self.engines.draft
+        unread = 0 if draft is None else max((len(tokens) for tokens, _ in draft.postponed), default=0)
+        return min(self.plain_cycles, BACKLOG) + unread
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)

@@ -31,6 +31,8 @@ class PrefillGroup:
         self.engines: BatchEngines  # those that read it, once it has begun
         self.output: Output  # the target's output at the last token that was read
         self.cached = [[0] * len(self)] * 2  # first tokens of each row that target and draft need not read
+        self.postpones = False  # whether the draft reads the prompts when it first drafts
+        self._features: list[Tensor] = []  # of the target, for a head that postpones
         self.width = max(len(request.prompt) for request in self.requests)
         self.unread = self.width  # token columns that have not been read
 
@@ -64,8 +66,10 @@ class PrefillGroup:
             if any(rows):
                 engine.restore(rows)
         self.cached = [[count_positions(len(blocks)) for blocks in rows] for rows in by_engine]
+        self.postpones &= not any(self.cached[-1])
         prompts = enumerate(request.prompt for request in self.requests)
-        self.width = self.unread = max(len(prompt) - min(rows[b] for rows in self.cached) for b, prompt in prompts)
+        read = self.cached[: 1 if self.postpones else None]
+        self.width = self.unread = max(len(prompt) - min(rows[b] for rows in read) for b, prompt in prompts)
 
     def read_all(self) -> None:
         """Read all prompts at once. Without a draft, prefixes that prompts share are read once for all of them."""
@@ -100,7 +104,12 @@ class PrefillGroup:
             with self.timer("target"):
                 self.output = self.engines.target.prefill(tokens, counts)
             features = self.output.features
-        if draft is not None and (counts := self._count(1, start, stop)) is not None:
+        if draft is not None and self.postpones:
+            self._features += [] if features is None else [features]
+            if stop == self.width:
+                states = torch.cat(self._features, 1) if self._features else None
+                draft.postpone([request.prompt for request in self.requests], states)
+        elif draft is not None and (counts := self._count(1, start, stop)) is not None:
             with self.timer("draft"):
                 draft.read(tokens, counts, features)
         self.unread = self.width - stop
@@ -119,6 +128,7 @@ class Prefill:
 
     engines: BatchEngines
     step_tokens: int  # tokens of a row in one step, γ + 1: a row needs as many cache slots beyond its own tokens
+    may_postpone: bool = False  # whether γ is chosen: the draft then reads prompts when it first drafts
 
     def __post_init__(self) -> None:
         self.groups: list[PrefillGroup] = []
@@ -219,8 +229,17 @@ class Prefill:
         self._passed_over = group is not self.groups[0]
         if not group.begun:
             group.begin(self.engines.aside(), self.step_tokens, aside=True)
+            group.postpones = self.postpones(alive)
             group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
         group.read(chunk if len(group) == 1 else group.width)
+
+    def postpones(self, alive: int) -> bool:
+        """Whether the draft reads the prompts of a new group when it first drafts: not while it drafts for other rows,
+        which would wait for all of it; nor for a head beside kept prefixes, which needs states of all that was read."""
+        draft = self.engines.draft
+        if draft is None or draft.static or not self.may_postpone:
+            return False
+        return bool(not alive or draft.postponed) and not (draft.features and self.engines.prefixes is not None)
 
     def waits(self, alive: int, chunk_read: bool) -> bool:
         """Whether there is nothing to read: no prompt, no memory for it beside the `alive` rows, or it is their turn,
@@ -250,17 +269,19 @@ class Prefill:
         self.groups.remove(group)
         if self.engines.prefixes is not None:
             rows = zip(group.numbers, group.requests, strict=True)
-            self._histories |= {n: _RowHistory(r.salt, list(r.prompt), len(r.prompt) - 1) for n, r in rows}
+            drafted = 0 if group.postpones else 1
+            self._histories |= {n: _RowHistory(r.salt, list(r.prompt), drafted * (len(r.prompt) - 1)) for n, r in rows}
         return group
 
     def note(self, emissions: Sequence[Emission]) -> None:
         """Note the tokens of a step."""
-        missing = 0 if self.engines.draft is None else self.engines.draft.backlog.max_missing
+        draft = self.engines.draft
+        missing = 0 if draft is None else draft.backlog.max_missing
         for emission in emissions if self._histories else ():
             if (row := self._histories.get(emission.row)) is not None:
                 row.tokens += emission.tokens
                 row.has_gaps |= missing >= BACKLOG
-                if not row.has_gaps:
+                if not row.has_gaps and not (draft and draft.postponed):
                     row.drafted = max(row.drafted, len(row.tokens) - 1 - missing)
 
     def store(self, rows: BatchRows) -> None:

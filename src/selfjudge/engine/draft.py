@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from selfjudge.engine.base import Engine, HeadEngine, RowCache
 from selfjudge.engine.prefixes import PrefixStore
@@ -88,6 +89,10 @@ class Backlog:
         return [self.tokens, self.missing, self.states]
 
 
+_Prompt = tuple[Tensor, Tensor | None]
+"""Tokens [T] and, for a head, the target's features [T, F]."""
+
+
 class Drafter(RowCache):
     """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back."""
 
@@ -100,6 +105,8 @@ class Drafter(RowCache):
     def __init__(self, engine: RowCache, backlog: Backlog) -> None:
         self.engine, self.backlog = engine, backlog
         self.device, self.window, self.static = engine.device, engine.window, engine.static
+        self.postponed: list[_Prompt] = []
+        """The prompts of all rows, while the engine has read none of them."""
 
     @property
     def version(self) -> int:
@@ -112,13 +119,22 @@ class Drafter(RowCache):
     def reserve(self, batch: int, length: int) -> None:
         self.engine.reserve(batch, length)
         self.backlog.reserve(batch)
+        self.postponed = []
 
     def join(self, other: Self, idle: int = 0) -> None:
+        if len(self.backlog.missing) > len(self.postponed):  # its rows are read, or it has none of its own
+            other.catch_up()
+        elif not other.postponed:
+            self.catch_up()
+        self.postponed += other.postponed
         self.engine.join(other.engine, idle)
         self.backlog.join(other.backlog, idle)
 
     def select(self, rows: list[int]) -> None:
-        self.engine.select(rows)
+        if self.postponed:
+            self.postponed = [self.postponed[row] for row in rows]
+        else:
+            self.engine.select(rows)
         self.backlog.select(rows)
 
     def use_rows(self, batch: int) -> int:
@@ -130,6 +146,27 @@ class Drafter(RowCache):
 
     def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         """Read the next tokens [B, T] of prompts, of row b the last counts[b]; the target's features are [B, T, F]."""
+
+    def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
+        """Read whole prompts when tokens are first proposed, if ever; [B, T, F] the target's features, right-aligned.
+
+        For engines that are not static, whose rows are all empty."""
+        for row, prompt in enumerate(prompts):
+            tokens = torch.tensor(prompt, device=self.device)
+            self.postponed.append((tokens, None if features is None else features[row, -len(prompt) :]))
+
+    def catch_up(self) -> None:
+        """Read the prompts that were postponed."""
+        if self.postponed:
+            tokens, features = zip(*self.postponed, strict=True)
+            self.postponed = []
+            counts = torch.tensor([len(row) for row in tokens], device=self.device)
+            states = None if features[0] is None else pad_sequence(features, True, padding_side="left")
+            self._read_postponed(pad_sequence(tokens, True, padding_side="left"), counts, states)
+
+    def _read_postponed(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        """`read` of whole prompts, whose answers have begun."""
+        self.read(tokens, counts, features)
 
     def enter(self, first: Tensor) -> None:
         """End the prompts of the last rows; `first` [B'] are the target's first tokens after them."""
@@ -175,6 +212,7 @@ class ModelDraft(Drafter):
         backlog.max_missing = 2 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
     def propose(self, gamma: int) -> Tensor:
+        self.catch_up()
         width = 2 if self.static else int(self.backlog.missing.max())
         missing = None if width == 1 else self.backlog.missing  # nothing to mask
         return self.engine.extend(self.backlog.tokens[:, -width:], missing, keep=1).logits[:, -1]
@@ -227,7 +265,17 @@ class EagleDraft(Drafter):
             backlog.mark_read()
         backlog.max_missing = gamma + 1 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
+    def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
+        assert features is not None
+        super().postpone(prompts, features)
+        self.backlog.states[:, -1:] = features[:, -1:]
+
+    def _read_postponed(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        assert features is not None
+        self.engine.append(tokens[:, 1:], features[:, :-1], counts - 1, keep=0)
+
     def propose(self, gamma: int) -> Tensor:
+        self.catch_up()
         backlog, width = self.backlog, gamma + 1 if self.static else int(self.backlog.missing.max())
         return self._step(backlog.tokens[:, -width:], backlog.states[:, -width:], backlog.missing)
 
