@@ -21,6 +21,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.engine.draft import BatchEngines
 
+_Wanted = tuple[AcceptanceRule, CycleSize, bool, int]  # rule, size and trace of a cycle, and for how many rows
 LATE = 2.0  # times its cost that padding may lose before a smaller size is captured in the middle of answers
 
 
@@ -31,15 +32,6 @@ class CyclePlan(NamedTuple):
     limits: NDArray[np.int64] | None = None  # [B] drafts of each row that are verified; None: all of them
     gammas: NDArray[np.int64] | None = None  # [B] γ of each row; None where the cycle has one
     behind: bool = False  # whether the draft has to catch up
-
-
-class _Wanted(NamedTuple):
-    """A cycle that is not captured for so many rows, but for more."""
-
-    rule: AcceptanceRule
-    size: CycleSize
-    rows: int
-    trace: bool
 
 
 @dataclass
@@ -62,9 +54,8 @@ class BatchGamma:
         self.by_row = isinstance(self.rule, RowRules)
         self.lossless = EXACT if self.by_row else self.rule  # the rule of rows that leave γ open
         if self.controller is not None and self.engines.target.static:
-            size = self.controller.size
             self.controller.is_captured = lambda rows, gamma: is_captured(
-                self.engines, self.lossless, size(rows, gamma), trace=self.trace, rows=rows
+                self.engines, self.lossless, CycleSize(gamma), trace=self.trace, rows=rows
             )
         self.lost: dict[_Wanted, float] = self.engines.kept.setdefault("lost", {})
         """Seconds that padding has lost because a cycle is not captured for fewer rows."""
@@ -93,11 +84,11 @@ class BatchGamma:
         if self._is_controlled(cycle):
             assert self.controller is not None
             return any(self.controller.is_captured(rows, gamma) for gamma in (0, *self.controller.choices))
-        return is_captured(self.engines, cycle.rule, cycle.size_for(rows), trace=cycle.trace, rows=rows)
+        return is_captured(self.engines, cycle.rule, cycle.size, trace=cycle.trace, rows=rows)
 
     def _is_controlled(self, cycle: Cycle) -> bool:
         """Whether the next cycle may have another γ."""
-        return self.controller is not None and cycle.rule == self.lossless and cycle.tokens is None
+        return self.controller is not None and cycle.rule == self.lossless and not cycle.size.limited
 
     def fit(self, live: int, most: int, cycle: Cycle | None, now: int = 0) -> int:
         """The best number of rows, at most so many, for a batch with so many live ones; `now` is the present number.
@@ -111,8 +102,8 @@ class BatchGamma:
         return rows if now or self.is_ready(rows, cycle) else best
 
     def _key(self, rows: int, cycle: Cycle) -> _Wanted:
-        size = CycleSize(0) if self._is_controlled(cycle) else cycle.size_for(rows)
-        return _Wanted(cycle.rule, size, rows, cycle.trace)
+        size = CycleSize(0) if self._is_controlled(cycle) else cycle.size
+        return cycle.rule, size, cycle.trace, rows
 
     def _capture_seconds(self, rows: int) -> float:
         """What it takes to capture the cycles of so many rows."""
@@ -134,9 +125,10 @@ class BatchGamma:
 
     def capture_lost(self) -> None:
         """Between answers: capture the cycles for want of which padding has lost more time than their capture takes."""
-        for wanted in [wanted for wanted, lost in self.lost.items() if lost >= self._capture_seconds(wanted.rows)]:
-            rule, size, rows, trace = wanted
-            del self.lost[wanted]
+        for rule, size, trace, rows in [
+            key for key, lost in self.lost.items() if lost >= self._capture_seconds(key[-1])
+        ]:
+            del self.lost[rule, size, trace, rows]
             if self.controller is not None and rule == self.lossless:
                 self.capture_choices(rows, self.controller)
             with suppress(torch.OutOfMemoryError):
@@ -160,8 +152,7 @@ class BatchGamma:
         alike = self.statistics is None or (not by_gamma and (gammas[live] == drafts).all())
         if not drafts or alike:
             return CyclePlan(CycleSize(drafts), None, gammas, behind)
-        size = self._find_policy(self.lossless).size(len(rows), drafts) if static else CycleSize(drafts)
-        return CyclePlan(size, gammas, gammas, behind)
+        return CyclePlan(CycleSize(drafts, limited=static), gammas, gammas, behind)
 
     def _choose_for_entered(self, rows: BatchRows, may_capture: bool) -> None:
         """Give γ to the rows that have entered and whose answers depend on it."""
@@ -194,7 +185,7 @@ class BatchGamma:
                 for gamma, spent in zip(gammas, seconds, strict=True):
                     costs.add(rows, gamma, spent)
                 costs.save(rows)
-            sizes = [controller.size(rows, gamma) for gamma in controller.candidates(rows)]
+            sizes = map(CycleSize, controller.candidates(rows))
             capture_cycles(self.engines, self.lossless, rows, sizes, trace=self.trace)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

@@ -104,9 +104,7 @@ class CycleSize(NamedTuple):
     """What a captured cycle is captured for, besides its rule and its rows."""
 
     gamma: int
-    tokens: int | None = None
-    """Tokens of the target's pass, limits[b] + 1 of row b and padding. None: γ + 1 of every row. For static engines:
-    others take limits in any cycle."""
+    limited: bool = False  # whether rows may have fewer drafts verified; engines that are not static always may
 
 
 class Cycle:
@@ -125,20 +123,18 @@ class Cycle:
         """`first` [B] are the newest tokens of the rows, `row_state` what rules know of them; `trace` asks for what the
         target wanted at judged tokens."""
         self.size = size
-        gamma, tokens = size
+        gamma = size.gamma
         self.target, self.draft = engines.target, engines.draft
         self.rule, self.gamma, self.trace, self.guards = rule, gamma, trace, rule.guards
         self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
         """Decides whether to draft on; its argument computes the probabilities [B] of the newest drafts."""
         self.last = first[:, None].clone()
-        self.tokens = tokens
         zeros = first.new_zeros((len(first), ROW_STATE), dtype=torch.float32)
         self.row_state = zeros if row_state is None else row_state.clone()
         """[B, ROW_STATE] what a rule has to know of each answer so far."""
-        # until `limit` is called: as many as fit, so that the cycle can be captured before its first run
-        self.limits = torch.full_like(first, gamma if tokens is None else min(gamma, tokens // len(first) - 1))
+        self.limits = torch.full_like(first, gamma)
         """[B] drafts of each row that are verified, where rows are `limited`."""
-        self.limited = tokens is not None
+        self.limited = size.limited
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
         )
@@ -151,10 +147,6 @@ class Cycle:
         self.verified: VerifiedLogits | None = None  # for the edits of rows
         self.packed: Packed | None = None
         self.timer: PhaseTimer | None = None  # of a cycle that is prepared
-
-    def size_for(self, rows: int) -> CycleSize:
-        """The size of this cycle for another number of rows."""
-        return self.size if self.tokens is None else CycleSize(self.gamma, rows * (self.gamma + 1))
 
     @property
     def settings(self) -> Tensor:
@@ -188,8 +180,8 @@ class Cycle:
             self.uniforms.copy_(uniforms)
         if limits is not None:
             self.limit(limits)
-        elif self.tokens is not None:
-            raise ValueError("a cycle of a number of tokens needs limits")
+        elif self.target.static and self.size.limited:
+            raise ValueError("a cycle that is captured with limits needs them")
         else:
             self.limited = False
         self.run_phases(timer, edits)
@@ -225,14 +217,11 @@ class Cycle:
     def limit(self, limits: Limits) -> None:
         """Verify only the first limits[b] drafts of each row in this cycle. Unless the engine is static, `draft_on` may
         still change that."""
-        if self.target.static and self.tokens is None:
-            raise ValueError("a captured cycle takes limits only if it has a number of tokens")
+        if self.target.static and not self.size.limited:
+            raise ValueError("a captured cycle takes limits only if it is captured with them")
         values = torch.as_tensor(limits)
-        if not values.is_cuda:
-            if self.tokens is not None and int(values.sum()) + len(values) > self.tokens:
-                raise ValueError(f"the limits need more than the {self.tokens} tokens of this cycle")
-            if self.limits.is_cuda:
-                values = values.pin_memory()  # the copy does not wait for the cycles in flight
+        if self.limits.is_cuda and not values.is_cuda:
+            values = values.pin_memory()  # the copy does not wait for the cycles in flight
         self.limits.copy_(values, non_blocking=True)
         self.limited = True
 
@@ -287,7 +276,7 @@ class Cycle:
         if limits is None:
             self.output = output = self.target.extend(tokens)
         else:
-            self.output = output = self.target.extend_first(tokens, limits + 1, self.tokens)
+            self.output = output = self.target.extend_first(tokens, limits + 1)
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
         argmax = argmax_checked(output.logits)

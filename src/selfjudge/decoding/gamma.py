@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.acceptance import BLOCK_COUNTS, DECAY, Acceptance, Calibration, RowBlocks, tokens_by_gamma
 from selfjudge.decoding.costs import SLOPE, CostTable
-from selfjudge.decoding.cycle import CycleSize
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.types import MAX_GAMMA
 
@@ -82,10 +81,6 @@ class GammaPolicy:
         self.max_gamma = max(self.choices)
         self._rule = rule.name
 
-    def size(self, rows: int, drafts: int) -> CycleSize:
-        """The cycle in which so many rows have so many drafts verified."""
-        return CycleSize(drafts)
-
     def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
         """Seconds of a plain cycle and of one of so many drafts; zeros where nothing reliable was measured."""
         if not self.statistics.costs.cycles or self.statistics.costs.rough:
@@ -121,10 +116,6 @@ class RequestGamma(GammaPolicy):
         if speeds.get(record.entry_gamma, 0.0) * self.CLEARLY < speeds[best]:
             record.entry_gamma = best
         return record.entry_gamma
-
-    def size(self, rows: int, drafts: int) -> CycleSize:
-        """Rows of unlike γ take the same captured cycle as rows of one γ."""
-        return CycleSize(drafts, rows * (drafts + 1)) if drafts else CycleSize(0)
 
     def candidates(self, rows: int) -> list[int]:
         """Nothing is captured for a choice that may never be made."""

@@ -253,9 +253,7 @@ class _LiveBatch:
         """Queue the first requests before all others, and reserve the caches."""
         self.queued = True
         queue.waiting.extendleft(reversed(requests))
-        self.prefill.make_room(
-            queue, max(map(count_longest, requests))
-        )  # where there is no memory, `admit` gives requests up
+        self.prefill.make_room(queue, max(map(count_longest, requests)))  # if there is none, `admit` gives requests up
 
     def join(self, alive: list[int]) -> Step:
         """Let a group whose prompts have been read enter after the live rows."""
@@ -296,7 +294,7 @@ class _LiveBatch:
             self.engines.draft.enter(first)
         size = CycleSize(self.gamma)
         if self.cycle is not None:
-            size = self.cycle.size_for(len(alive) + len(first))
+            size = self.cycle.size
             first, state = (
                 torch.cat([self.cycle.last[alive, 0], first]),
                 torch.cat([self.cycle.row_state[alive], state]),
@@ -323,7 +321,8 @@ class _LiveBatch:
         """The next cycle found no memory: free what is spare. If that was not enough, give up the newest row, for which
         least work is lost."""
         if self.released:
-            self.prefill.give_up(int(self.rows.index[alive[-1]]))
+            self.prefill.given_up.append(newest := int(self.rows.index[alive[-1]]))
+            self.prefill.histories.pop(newest, None)
             self.rows.finished[alive[-1]] = True
             if alive[:-1]:
                 self._keep(alive[:-1])
@@ -335,7 +334,7 @@ class _LiveBatch:
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
-        rule, size, last = self.cycle.rule, self.cycle.size_for(len(kept)), self.cycle.last[kept, 0]
+        rule, size, last = self.cycle.rule, self.cycle.size, self.cycle.last[kept, 0]
         state = self.cycle.row_state[kept]
         self.may_capture = not self.chooser.is_ready(len(kept), self.cycle)
         self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=last, row_state=state)

@@ -138,7 +138,7 @@ class Prefill:
         self.given_up: list[int] = []  # rows that the device has no memory for
         self._held = 0  # live rows when a prompt found no memory: it is read again when one has left
         self._one_by_one = False  # whether prompts are read in their order: one has found no memory beside others
-        self._histories: dict[int, _RowHistory] = {}  # of the rows in the batch, where prefixes are kept
+        self.histories: dict[int, _RowHistory] = {}  # of the rows in the batch, where prefixes are kept
 
     def make_room(self, queue: AdmissionQueue, needed: int) -> bool:
         """Begin without rows, in caches for as many rows of the queue as there is memory for; False if for none.
@@ -258,11 +258,6 @@ class Prefill:
         self._held, self._one_by_one = alive, True
         self.engines.release_spare()
 
-    def give_up(self, number: int) -> None:
-        """Forget a row of the batch."""
-        self._histories.pop(number, None)
-        self.given_up.append(number)
-
     def pop_ready(self) -> PrefillGroup:
         """Remove and return a group that has been read to its end."""
         group = next(group for group in self.groups if not group.unread)
@@ -270,15 +265,15 @@ class Prefill:
         if self.engines.prefixes is not None:
             rows = zip(group.numbers, group.requests, strict=True)
             drafted = 0 if group.postpones else 1
-            self._histories |= {n: _RowHistory(r.salt, list(r.prompt), drafted * (len(r.prompt) - 1)) for n, r in rows}
+            self.histories |= {n: _RowHistory(r.salt, list(r.prompt), drafted * (len(r.prompt) - 1)) for n, r in rows}
         return group
 
     def note(self, emissions: Sequence[Emission]) -> None:
         """Note the tokens of a step."""
         draft = self.engines.draft
         missing = 0 if draft is None else draft.backlog.max_missing
-        for emission in emissions if self._histories else ():
-            if (row := self._histories.get(emission.row)) is not None:
+        for emission in emissions if self.histories else ():
+            if (row := self.histories.get(emission.row)) is not None:
                 row.tokens += emission.tokens
                 row.has_gaps |= missing >= BACKLOG
                 if not row.has_gaps and not (draft and draft.postponed):
@@ -286,14 +281,14 @@ class Prefill:
 
     def store(self, rows: BatchRows) -> None:
         """Store the blocks of rows that have entered or ended since the last call. The newest token has none yet."""
-        places = zip(rows.index.tolist(), rows.finished.tolist(), strict=True) if self._histories else ()
+        places = zip(rows.index.tolist(), rows.finished.tolist(), strict=True) if self.histories else ()
         for place, (number, ended) in enumerate(places):
-            row = self._histories.get(number)
+            row = self.histories.get(number)
             if row is not None and (ended or not row.stored):
                 row.stored = True
                 self.engines.store_blocks(place, row.tokens, row.salt, (len(row.tokens) - 1, row.drafted))
                 if ended:
-                    del self._histories[number]
+                    del self.histories[number]
 
 
 @dataclass

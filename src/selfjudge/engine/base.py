@@ -91,10 +91,8 @@ class Engine(RowCache):
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
         raise NotImplementedError
 
-    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
-        """Append the first counts[b] ≥ 1 tokens of each row of [B, T]; cells beyond them repeat the output of the last.
-
-        Where `total` ≥ Σ counts[b] is given, a static engine computes this many tokens; others ignore it."""
+    def extend_first(self, tokens: Tensor, counts: Tensor) -> Output:
+        """Append the first counts[b] ≥ 1 tokens of each row of [B, T]; outputs of cells beyond them mean nothing."""
         most = int(counts.max())
         output = self.extend(align_right(tokens[:, :most], counts), counts)
         row, column = (torch.arange(n, device=tokens.device) for n in tokens.shape)

@@ -122,7 +122,7 @@ class Drafter(RowCache):
         self.postponed = []
 
     def join(self, other: Self, idle: int = 0) -> None:
-        if len(self.backlog.missing) > len(self.postponed):  # its rows are read, or it has none of its own
+        if len(self.backlog.missing) > len(self.postponed):  # this one has read its rows
             other.catch_up()
         elif not other.postponed:
             self.catch_up()
@@ -374,12 +374,11 @@ class BatchEngines:
 
     def release_idle(self) -> bool:
         """Free the caches of engines of these models that nobody uses; whether there were any."""
-        found = False
-        for engines in [engines for cache in self.caches for engines in cache.idle.values()]:
-            while engines:
-                engines.pop().release()
-                found = True
-        return found
+        kept = [engines for cache in self.caches for engines in cache.idle.values()]
+        idle = [engines.pop() for engines in kept for _ in range(len(engines))]
+        for engine in idle:
+            engine.release()
+        return bool(idle)
 
     def release_spare(self, *, cycles: bool = False) -> None:
         """Free all that these models can do without, of captured `cycles` those that are not running."""
