@@ -15,7 +15,7 @@ from torch import Tensor
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import encode
-from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Packing, Scoring
+from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Scoring
 from selfjudge.integrations.vllm.approval import Approval, CountedStep, count_steps
 from selfjudge.integrations.vllm.plan import DraftRows, Plan, RequestGuards
 from selfjudge.judge.config import FEATURES, JudgeConfig
@@ -349,55 +349,18 @@ def check_described(device: torch.device, dtype: torch.dtype, width: int, dim: i
         results = []
         for kernels in (ours, theirs):
             keys, values = cache.clone()
-            q = kernels.rotate(qkv, rotary, (position, position), (keys, values), heads, None, own)
+            q = kernels.rotate(qkv, rotary, (position, position), (keys, values), heads, own)
             results.append((q, keys, values))
         for found, wanted in zip(*results, strict=True):
             torch.testing.assert_close(found, wanted, **close)
     q = random(batch, width, heads, dim)
     for scoring in (Scoring(0.2, 7), Scoring(0.2, 40), Scoring(0.3, 0, 2.0), Scoring(0.3, 33, 2.0), Scoring(0.2, 1)):
-        one, two = (kernels.attention(q, cache[0], cache[1], position, None, scoring) for kernels in (ours, theirs))
+        one, two = (kernels.attention(q, cache[0], cache[1], position, scoring) for kernels in (ours, theirs))
         torch.testing.assert_close(one, two, **close)
-    counts = torch.tensor([1, width, max(1, width - 1)], device=device)
-    packing = Packing.of(counts, width, int(counts.sum()) + 2)
-    real = packing.valid.bool()
-    q, position = random(len(real), 1, heads, dim), position[packing.row, packing.column, None]
-    one, two = (k.attention(q, cache[0], cache[1], position, packing, Scoring(0.2, 9, 3.0)) for k in (ours, theirs))
-    torch.testing.assert_close(one[real], two[real], **close)
 
 
 DESCRIBED = ((1, 64), (11, 16), (5, 32))
 """Tokens of a row, and the width of heads: three rows are fewer than `FEW` and more; the last for GPUs alone."""
-
-
-def check_packed(device: torch.device, dtype: torch.dtype) -> None:
-    """Packed rows: keys that are split, heads that share a reading of them, and more queries than a program takes."""
-    from selfjudge.engine.cuda.kernels_triton import TritonKernels
-
-    ours, theirs, slots = TritonKernels(device), Kernels(), 96
-    close = {"atol": 5e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
-    for batch, width, heads, kv in ((5, 4, 6, 2), (33, 3, 4, 2), (2, 70, 2, 1)):
-        counts = torch.randint(1, width + 1, (batch,), device=device)
-        total = int(counts.sum()) + 3
-        packing = Packing.of(counts, width, total)
-        real = packing.valid.bool()
-        before = torch.randint(0, 20, (batch,), device=device)[packing.row] + packing.column
-        tokens, table = torch.randint(90, (total, 1), device=device), torch.randn(80, 32, device=device, dtype=dtype)
-        begun = [kernels.begin(tokens, packing.valid, before, slots, table) for kernels in (ours, theirs)]
-        assert all(torch.equal(a, b) for a, b in zip(*begun, strict=True))
-        _, slot, position = begun[0]
-        assert slot[~real].eq(slots - 1).all()
-        angles = torch.rand(slots, 8, device=device) * 6
-        rotary = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-        qkv = torch.randn(2, total, (heads + 2 * kv) * 16, device=device)
-        cache = torch.randn(2, batch, kv, slots, 16, device=device, dtype=dtype)
-        results = []
-        for kernels in (ours, theirs):
-            keys, values = cache.clone()
-            q = kernels.rotate(qkv, rotary, (slot, position), (keys, values), heads, packing)
-            mixed = kernels.attention(q, keys, values, position, packing)
-            results.append((q[real], keys[:, :, :-1], values[:, :, :-1], mixed[real]))
-        for found, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(found, wanted, **close)
 
 
 APPROVALS = (
@@ -414,9 +377,6 @@ def check_all(device: torch.device) -> None:
     for shape in DESCRIBED[: None if device.type == "cuda" else -1]:
         check_described(device, torch.float32, *shape)
     check_price(device)
-    check_packed(device, torch.float32)
-    if device.type == "cuda":  # the interpreter multiplies no bfloat16
-        check_packed(device, torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)
         for features in FEATURES:

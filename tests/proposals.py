@@ -91,13 +91,11 @@ def cycles(
     state: Tensor | None = None
     made: list[list[Cycle]] = [[([], [token])] for token in last.tolist()]
     for number, gamma in enumerate(gammas):
-        verified = tokens = None
+        verified = None
         if limits is not None and gamma:
             chosen = limits[number] if isinstance(limits[0], list) else limits
             verified = [min(limit, gamma) for limit in chosen]  # type: ignore[union-attr, type-var]
-            needed = sum(verified) + len(verified)
-            tokens = (needed + 3) // 4 * 4 if engine.static else None  # few, so that captured cycles are used again
-        size = CycleSize(gamma, tokens)
+        size = CycleSize(gamma, limited=verified is not None)
         cycle = find_cycle(BatchEngines(engine, small), rule, size, trace=False, first=last, row_state=state)
         packed, timer = cycle.run(random.next(gamma), verified)
         timer.seconds()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from selfjudge.decoding.acceptance import RowBlocks
 from selfjudge.decoding.costs import CostTable
 from selfjudge.decoding.gamma import LiveRows
+from selfjudge.engine.draft import BACKLOG
 
 DATA = Path(__file__).with_name("data")
 DEPTH = 10
@@ -111,7 +112,7 @@ class Replay:
         live = [Row(queue.pop(0)) for _ in range(min(rows, len(queue)))]
         blocks = RowBlocks.new(rows)
         while len(live) == rows:
-            gamma, drafts = controller.choose(rows, behind, LiveRows(blocks, np.full(rows, 192))), 0
+            gamma, drafts = controller.choose(rows, min(behind, BACKLOG), LiveRows(blocks, np.full(rows, 192))), 0
             while drafts < gamma:
                 drafts += 1
                 q = [float(row.answer.q[row.at, drafts - 1]) for row in live] + [1.0] * (rows - len(live))

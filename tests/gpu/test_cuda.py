@@ -262,7 +262,7 @@ def test_a_head_on_the_engine_gives_the_tokens_of_the_reference_engine(rule: Acc
     "rule", [Exact(), SpeculativeSampling(Sampling(0.9)), TopK(4), Margin(price=1.5), FLy(0.1, 1)], ids=lambda r: r.name
 )
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
-def test_packed_cycles_give_the_tokens_of_the_reference_engine(rule: AcceptanceRule, draft_kind: str) -> None:
+def test_limited_rows_give_the_tokens_of_the_reference_engine(rule: AcceptanceRule, draft_kind: str) -> None:
     """Every row verifies another number of drafts in each cycle; few and many rows, captured cycles replayed."""
     target = tiny_model(seed=1, hidden_size=64, head_dim=16, num_hidden_layers=5).to(CUDA)
     draft = tiny_head(target) if draft_kind == "eagle3" else tiny_model(seed=2, hidden_size=64, head_dim=16).to(CUDA)

@@ -144,7 +144,7 @@ def test_caches_that_grow_between_captured_cycles_change_no_answer(monkeypatch: 
     whole, _ = run(REQUESTS, 1000)
     monkeypatch.setattr(prefill, "START_TOKENS", 200)
     steps, used = run(REQUESTS, 1000)
-    assert used.target.holds(4, 940)
+    assert used.target.rows_held(940) >= 4
     for row in range(len(REQUESTS)):
         assert tokens_of(steps, row) == tokens_of(whole, row)
 

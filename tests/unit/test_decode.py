@@ -312,22 +312,19 @@ def random_limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let every row verify a random number of the drafts, another one in each cycle; returns those numbers."""
     random, used, run_cycle, find = np.random.default_rng(4), [], Cycle.run, loop.find_cycle
 
-    def with_tokens(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, **options: object) -> Cycle:
-        rows, gamma = len(options["first"]), size.gamma  # type: ignore[arg-type]
-        tokens = rows + int(random.integers(rows * gamma + 1)) if gamma and engines.target.static else None
-        return find(engines, rule, CycleSize(gamma, tokens), **options)  # type: ignore[arg-type]
+    def with_limits(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, **options: object) -> Cycle:
+        limited = size.gamma > 0 and engines.target.static
+        return find(engines, rule, CycleSize(size.gamma, limited), **options)  # type: ignore[arg-type]
 
     def limited(self: Cycle, uniforms: torch.Tensor | None, limits: object = None, edits: object = ()) -> object:
         if not self.gamma:
             return run_cycle(self, uniforms)
         limits = random.integers(0, self.gamma + 1, len(self.last))
-        while self.tokens is not None and limits.sum() + len(limits) > self.tokens:
-            limits[random.integers(len(limits))] = 0
         used.extend(limits.tolist())
         return run_cycle(self, uniforms, limits)
 
     monkeypatch.setattr(Cycle, "run", limited)
-    monkeypatch.setattr(loop, "find_cycle", with_tokens)
+    monkeypatch.setattr(loop, "find_cycle", with_limits)
     return used
 
 

@@ -22,6 +22,7 @@ from selfjudge.decoding.gamma import (
     RequestGamma,
 )
 from selfjudge.decoding.rules import Exact, FLy, TopK
+from selfjudge.engine.draft import BACKLOG
 
 SURE, UNSURE = 0.95, 0.2  # how often a draft is accepted, which is what the draft model says of it
 
@@ -64,7 +65,7 @@ class Machine:
         controller.is_captured = lambda rows, gamma: not static or gamma in captured
         spent, made, behind, blocks = 0.0, 0.0, 0, RowBlocks.new(rows)
         while made < tokens:
-            gamma, drafts = controller.choose(rows, behind, LiveRows(blocks, np.full(rows, tokens))), 0
+            gamma, drafts = controller.choose(rows, min(behind, BACKLOG), LiveRows(blocks, np.full(rows, tokens))), 0
             if static and gamma not in captured:
                 captured.add(gamma)
                 spent, statistics.capture_seconds = spent + self.capture_seconds, self.capture_seconds

@@ -196,11 +196,10 @@ def test_the_first_tokens_of_each_row(kind: str, model_kind: str, rows: int) -> 
     counts, width = torch.tensor([len(text) for text in texts]), max(map(len, texts))
     engine.reserve(rows, 90)
     engine.prefill(torch.tensor([[0] * (width - len(text)) + text for text in texts]), counts)
-    for step in range(7):
+    for _ in range(7):
         tokens = torch.randint(3, VOCAB, (rows, 5), generator=random)
         counts = torch.randint(1, 6, (rows,), generator=random)
-        spare = (0, 2, 100)[step % 3]
-        output = engine.extend_first(tokens, counts, int(counts.sum()) + spare if step else None)
+        output = engine.extend_first(tokens, counts)
         assert output.logits.shape == (rows, 5, VOCAB)
         for row, count in enumerate(counts.tolist()):
             texts[row] += tokens[row, :count].tolist()
@@ -234,17 +233,11 @@ def test_only_what_rows_take_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     run = counted("_pass", ReferenceEngine._pass, lambda tokens, *_: tokens.numel())
     monkeypatch.setattr(ReferenceEngine, "_pass", run)
     model, tokens, counts = tiny_model(), torch.ones(3, 6, dtype=torch.long), torch.tensor([1, 4, 2])
-    for kind, total, wanted in (
-        ("cpu", None, 7),
-        ("reference", None, 12),
-        ("cuda", 8, 8),
-        ("cuda", None, 18),
-        ("cuda", 18, 18),
-    ):
+    for kind, wanted in (("cpu", 7), ("reference", 12), ("cuda", 18)):
         engine = make_engine(model, kind=kind)
         engine.reserve(3, 40)
         computed.clear()
-        engine.extend_first(tokens, counts, total)
+        engine.extend_first(tokens, counts)
         assert computed == [wanted], kind
 
 
@@ -314,7 +307,7 @@ def test_drafts_keep_up_with_limited_rows(kind: str, draft_kind: str) -> None:
     check_proposals(cycles(target, draft, prompts, gammas, ARBITRARY, kind=kind, limits=[2, 4, 0, 3]), prompts, logits)
 
 
-def _cycle(kind: str, gamma: int = 3, tokens: int | None = None) -> Cycle:
+def _cycle(kind: str, gamma: int = 3, *, limited: bool = False) -> Cycle:
     model = tiny_model(seed=3)
     engine, draft = make_engine(model, kind=kind), make_draft(model, model, kind=kind)
     for cache in (engine, draft):
@@ -323,23 +316,20 @@ def _cycle(kind: str, gamma: int = 3, tokens: int | None = None) -> Cycle:
     draft.read(prompts, torch.tensor([4, 4]), None)
     first = engine.prefill(prompts, torch.tensor([4, 4])).logits[:, -1].argmax(-1)
     draft.enter(first)
-    return find_cycle(BatchEngines(engine, draft), EXACT, CycleSize(gamma, tokens), trace=False, first=first)
+    return find_cycle(BatchEngines(engine, draft), EXACT, CycleSize(gamma, limited), trace=False, first=first)
 
 
 def test_limits_that_do_not_fit_a_captured_cycle() -> None:
-    cycle = _cycle("cuda", tokens=5)
-    with pytest.raises(ValueError, match="more than the 5 tokens"):
-        cycle.run(None, [2, 2])
-    with pytest.raises(ValueError, match="needs limits"):
-        cycle.run(None)
-    with pytest.raises(ValueError, match="only if it has a number of tokens"):
+    with pytest.raises(ValueError, match="needs them"):
+        _cycle("cuda", limited=True).run(None)
+    with pytest.raises(ValueError, match="only if it is captured with them"):
         _cycle("cuda").run(None, [1, 1])
 
 
 def test_a_cycle_of_limited_rows_is_captured_before_its_first_run() -> None:
-    cycle = _cycle("cuda", tokens=5)
+    cycle = _cycle("cuda", limited=True)
     kept = cycle.target.captured_cycles
-    (same,) = capture_cycles(BatchEngines(cycle.target, cycle.draft), EXACT, 2, [CycleSize(3, 5)])
+    (same,) = capture_cycles(BatchEngines(cycle.target, cycle.draft), EXACT, 2, [CycleSize(3, limited=True)])
     assert same is cycle
     assert cycle.captured is not None
     assert min(time_cycle(cycle, 1)) >= 0

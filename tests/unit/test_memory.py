@@ -19,14 +19,15 @@ from selfjudge.decoding import prefill as prefill_module
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import RuleRequest
-from selfjudge.decoding.rules import Exact
+from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate
 from selfjudge.engine import draft as draft_module
 from selfjudge.engine.cpu.library import library
 from selfjudge.engine.cpu.weights import PackedWeights
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.draft import BatchEngines
-from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
@@ -42,6 +43,7 @@ from selfjudge.types import Step
 MODELS = tiny_model(seed=1, max_position_embeddings=600), tiny_model(seed=2, max_position_embeddings=600)
 ROW = sum(256 * 2 * model.config.num_hidden_layers * 2 * 8 * 4 for model in MODELS)
 """Bytes of the smallest row of both models: 256 slots, keys and values, 2 heads of 8 columns, float32."""
+LOGITS = 3 * memory.LOGIT_BYTES * VOCAB  # of a row with two drafts
 
 
 # ------------------------------------------------------------------------------------------------------ the estimate
@@ -185,7 +187,7 @@ def assert_answered(steps: list[Step], requests: list[Request], without: tuple[i
 
 @pytest.mark.parametrize("fitting", [1, 2])
 def test_rows_wait_until_there_is_memory_for_them(limited: Callable[[float], None], fitting: int) -> None:
-    limited((fitting + 0.5) * ROW / draft_module.CACHE_SHARE)
+    limited((fitting + 1.5) * (ROW + LOGITS) / draft_module.CACHE_SHARE)  # one more is read aside
     requests = [Request(prompt_of(7, seed), 12) for seed in range(4)]
     steps, used = run(requests)
     assert_answered(steps, requests)
@@ -196,24 +198,91 @@ def test_rows_wait_until_there_is_memory_for_them(limited: Callable[[float], Non
 def test_caches_grow_with_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_module, "START_TOKENS", 100)
     short, long = Request(prompt_of(7), 12), Request(prompt_of(300, 1), 20)
-    steps, used = run([short, short], length=500)
-    assert used.target.holds(4, 100)
-    assert not used.target.holds(4, 400)
-    steps, used = run([short, long, short], length=500)
+    steps, used = run([short, short], length=590)
+    assert used.target.rows_held(100) >= 4
+    assert used.target.rows_held(400) < 4
+    steps, used = run([short, long, short], length=590)
     assert_answered(steps, [short, long, short])
-    assert used.target.holds(4, 320)
-    assert not used.target.holds(4, 500 + 13)
+    assert used.target.rows_held(320) >= 4
+    assert used.target.rows_held(590) < 4
 
 
 def test_a_request_without_memory_is_given_up_and_others_are_answered(
     limited: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_module, "START_TOKENS", 100)
-    limited(1.2 * ROW / draft_module.CACHE_SHARE)
+    limited(1.1 * (ROW + LOGITS) / draft_module.CACHE_SHARE)
     requests = [Request(prompt_of(7), 12), Request(prompt_of(300, 1), 20), Request(prompt_of(9, 2), 12)]
     steps, _ = run(requests, length=500)
     assert [step.out_of_memory for step in steps if step.out_of_memory] == [(1,)]
     assert_answered(steps, requests, without=(1,))
+
+
+def test_kept_caches_take_what_they_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that begins anew does not wait for its caches to grow where they are large from an earlier one."""
+    monkeypatch.setattr(prefill_module, "START_TOKENS", 100)
+    used = engines()
+    used.reserve(4, 400)
+    room = prefill_module.Prefill(used, step_tokens=3)
+    version = used.target.version
+    assert room.make_room(AdmissionQueue(4, 590), 20)
+    assert (room.rows, room.length) == (4, 512 - 2 - 3)
+    assert used.target.version == version
+
+
+def test_short_requests_get_their_rows_back_when_a_long_one_has_left(
+    limited: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches for the long one have two rows; once it has left, and the short one beside it, they have four."""
+    monkeypatch.setattr(prefill_module, "START_TOKENS", 100)
+    limited(3.5 * (2 * ROW + LOGITS) / draft_module.CACHE_SHARE)
+    long = Request(prompt_of(300, 1), 20)
+    requests = [long, *(Request(prompt_of(7, seed), 12) for seed in range(9))]
+    steps, used = run(requests, length=590)
+    assert_answered(steps, requests)
+    together = [len({e.row for e in step.emissions}) for step in steps]
+    last = max(n for n, step in enumerate(steps) if any(e.row == 0 for e in step.emissions))
+    assert max(together[: last + 1]) == 2
+    assert max(together[last:]) == 4
+    assert used.target.rows_held(253) == 4
+    assert used.target.rows_held(320) == 0
+
+
+def test_prompts_are_read_aside_in_caches_of_their_length() -> None:
+    used, sizes = engines(), []
+    used.reserve(2, 590)
+    group = prefill_module.PrefillGroup([(0, Request(prompt_of(20), 500))], torch.device("cpu"))
+    for aside in (True, False):
+        group.begin(used.aside(), 3, aside=aside)
+        sizes.append(group.engines.target.rows_held(500))
+    assert sizes == [0, 1]
+
+
+def test_idle_engines_of_other_rules_make_room(limited: Callable[[float], None], tiny_pair: Pair) -> None:
+    tiny_pair.target_model.release()
+    pool = PairEngines(tiny_pair, "cuda")
+    with pool.borrow(hidden=True) as other:
+        other.reserve(4, 300)
+    idle = other.target
+    assert idle.cache_bytes > 0
+    with pool.borrow() as used:
+        limited(1e12)
+        assert used.limit_rows(4, 300) == 4
+        assert idle.cache_bytes > 0  # nothing was lacking
+        version = idle.version
+        limited(0)
+        assert used.limit_rows(4, 300) < 4
+    assert idle.cache_bytes == 0
+    assert idle.version > version
+
+
+def test_logits_count_as_memory(limited: Callable[[float], None]) -> None:
+    used = engines()
+    row = sum(engine.row_bytes(100) for engine in used.static_engines)
+    for tokens in (1, 9):
+        limited(10 * row)
+        logits = tokens * memory.LOGIT_BYTES * VOCAB
+        assert used.limit_rows(50, 100, 1.0, step_tokens=tokens) == int(10 * row / (row + logits))
 
 
 @pytest.fixture
@@ -272,6 +341,49 @@ def test_a_batch_says_which_answer_was_given_up(tiny_pair: Pair, full: Callable[
     assert (short.out_of_memory, long.out_of_memory) == (False, True)
     assert short.finish is not None
     assert long.finish is None
+
+
+@pytest.fixture
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], None]:
+    """Run out of memory in every capture for so many rows for which the given function is true, half done."""
+
+    def limit(too_many: Callable[[int], bool]) -> None:
+        original = CudaEngine.capture
+
+        def capture(self: CudaEngine, functions: Any, state: list[Tensor]) -> Any:
+            if too_many(len(state[0])):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return original(self, functions, state)
+
+        monkeypatch.setattr(CudaEngine, "capture", capture)
+
+    return limit
+
+
+@pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=["exact", "sampling"])
+def test_a_cycle_without_memory_runs_once_some_was_freed(no_graphs: Callable[..., None], rule: AcceptanceRule) -> None:
+    requests = [Request(prompt_of(7, seed), 12, seed) for seed in range(3)]
+    expected = list(decode(engines(), requests, rule, gamma=2))
+    for queued in (False, True):
+        failures = iter([True])
+        no_graphs(lambda rows: rows > 1 and next(failures, False))  # noqa: B023
+        waiting = AdmissionQueue(4, 200)
+        waiting.waiting.extend(requests[1:] if queued else ())
+        started = requests[:1] if queued else requests
+        steps = list(decode(engines(), started, rule, gamma=2, queue=waiting if queued else None))
+        assert next(failures, None) is None
+        assert [tokens_of(steps, row) for row in range(3)] == [tokens_of(expected, row) for row in range(3)]
+
+
+def test_a_batch_without_memory_gives_its_newest_rows_up(no_graphs: Callable[..., None]) -> None:
+    no_graphs(lambda rows: rows > 2)
+    requests = [Request(prompt_of(7, seed), 12) for seed in range(4)]
+    steps, _ = run(requests)
+    assert [row for step in steps for row in step.out_of_memory] == [3, 2]
+    assert_answered(steps, requests[:2])
+    assert [len(tokens_of(steps, row)) for row in (2, 3)] == [1, 1]  # those of their prompts
+    with pytest.raises(torch.OutOfMemoryError):  # every answer is wanted
+        list(decode(engines(), requests, Exact(), gamma=2))
 
 
 @pytest.fixture

@@ -9,15 +9,20 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
-from conftest import REFERENCE, VOCAB, tiny_model
+from conftest import REFERENCE, VOCAB, tiny_head, tiny_model
+from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.gamma import GammaController, LiveRows
 from selfjudge.decoding.loop import decode
+from selfjudge.decoding.prefill import Prefill
 from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate
-from selfjudge.engine.draft import BatchEngines
+from selfjudge.engine.draft import BatchEngines, EagleDraft, ModelDraft
 from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.models.load import as_draft
 from selfjudge.models.pair import Pair
 from selfjudge.types import Step
 
@@ -188,3 +193,108 @@ def test_answers_count_the_same_cycles(tiny_pair: Pair) -> None:
         made = answer.generation()
         assert (made.tokens, made.cycles, made.text) == (generation.tokens, generation.cycles, generation.text)
         assert 0 < made.seconds["target"] <= made.seconds["total"]
+
+
+# ------------------------------------------------------------------------------- drafts that read prompts when they draft
+
+
+class Later(GammaController):
+    """Three drafts once so many cycles were plain."""
+
+    plain = 5
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self.cycles = 0
+
+    def choose(self, rows: int, behind: int = 0, live: LiveRows | None = None) -> int:
+        super().choose(rows, behind, live)
+        self.cycles += 1
+        return 3 if self.cycles > self.plain else 0
+
+    def draft_on(self, q: object) -> bool:
+        return True
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of prompts that the draft has read, one number for each pass."""
+    counted: list[int] = []
+    for kind, name in ((ModelDraft, "read"), (EagleDraft, "read"), (EagleDraft, "_read_postponed")):
+        original = getattr(kind, name)
+
+        def reading(self, tokens, counts, features, original=original):  # type: ignore[no-untyped-def]
+            counted.append(int(counts.sum()))
+            original(self, tokens, counts, features)
+
+        monkeypatch.setattr(kind, name, reading)
+    monkeypatch.setattr(loop, "measure_costs", lambda engines, rows: None)
+    monkeypatch.setattr(loop, "GammaController", Later)
+    return counted
+
+
+def draft_engines(kind: str, draft: str) -> BatchEngines:
+    """The target itself as a draft, or a head."""
+    small = tiny_head(MODELS[0]) if draft == "head" else MODELS[0]
+    target = make_engine(MODELS[0], kind=kind, features=as_draft(small).features)
+    target.chunk = 4
+    return BatchEngines(target, make_draft(small, MODELS[0], kind=kind))
+
+
+def drafted(steps: Sequence[Step]) -> list[tuple[int, int, int]]:
+    """Row, drafts and accepted drafts of every cycle."""
+    return [(e.row, s.drafted, len(e.tokens)) for s in steps if s.cycle for e in s.emissions]
+
+
+@pytest.mark.parametrize("draft", ["model", "head"])
+@pytest.mark.parametrize("kind", ["auto", REFERENCE])
+def test_a_draft_reads_prompts_when_it_drafts(
+    monkeypatch: pytest.MonkeyPatch, read: list[int], kind: str, draft: str
+) -> None:
+    """Then it proposes what it would have proposed, had it read them at once; and never where nothing is drafted."""
+    proposals: list[Tensor] = []
+    for drafter in (ModelDraft, EagleDraft):
+        propose = drafter.propose
+        watched = lambda *a, propose=propose: proposals.append(propose(*a)) or proposals[-1]  # noqa: E731
+        monkeypatch.setattr(drafter, "propose", watched)
+    requests = [Request(prompt_of(n, n), 24) for n in (20, 3, 9)]
+    late = list(decode(draft_engines(kind, draft), requests, Exact()))
+    assert read == [sum(len(r.prompt) for r in requests)]
+    assert drafted(late)[-1][1] == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(Prefill, "postpones", lambda self, alive: False)
+        early = list(decode(draft_engines(kind, draft), requests, Exact()))
+    assert drafted(late) == drafted(early)
+    half = len(proposals) // 2
+    torch.testing.assert_close(proposals[:half], proposals[half:])
+    assert [tokens_of(late, row) for row in range(3)] == [tokens_of(early, row) for row in range(3)]
+    if draft == "model":
+        assert max(tokens for *_, tokens in drafted(late)) == 4  # it is the target itself
+    monkeypatch.setattr(Later, "plain", 1000)
+    read.clear()
+    plain = list(decode(draft_engines(kind, draft), requests, Exact()))
+    assert read == []
+    assert [tokens_of(plain, row) for row in range(3)] == [tokens_of(early, row) for row in range(3)]
+
+
+@pytest.mark.parametrize("draft", ["model", "head"])
+@pytest.mark.parametrize("kind", ["auto", REFERENCE])
+@pytest.mark.parametrize("plain", [0, 3, 12, 1000])
+def test_rows_that_enter_late_are_read_with_the_others(
+    monkeypatch: pytest.MonkeyPatch, read: list[int], kind: str, draft: str, plain: int
+) -> None:
+    """Beside rows for which it drafts, the draft reads chunk by chunk; else it reads all of them when it first drafts."""
+    monkeypatch.setattr(Later, "plain", plain)
+    requests = [Request(prompt_of(n, n), limit) for n, limit in ((5, 24), (18, 30), (2, 4), (11, 9))]
+    queue = AdmissionQueue(3, 90)
+    queue.waiting.extend(requests[1:3])
+    steps = []
+    for step in decode(draft_engines(kind, draft), requests[:1], Exact(), queue=queue):
+        steps.append(step)
+        if len(steps) == 12:
+            queue.put(requests[3])
+    expected = [list(decode(draft_engines(kind, draft), [request], Exact(), gamma=0)) for request in requests]
+    assert [tokens_of(steps, row) for row in range(4)] == [tokens_of(alone, 0) for alone in expected]
+    assert bool(read) == (plain < 1000)
+    if draft == "model" and plain < 1000:
+        assert max(tokens for *_, tokens in drafted(steps)) == 4

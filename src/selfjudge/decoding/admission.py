@@ -37,6 +37,11 @@ class Request(NamedTuple):
     salt: Hashable = ""  # only requests of the same salt share prefixes that were read before
 
 
+def count_longest(request: Request) -> int:
+    """The most tokens that the row of a request may have, prompt and answer."""
+    return len(request.prompt) + request.max_new_tokens
+
+
 @dataclass
 class AdmissionQueue:
     """Requests that wait for a running batch; the caller adds them between steps."""
@@ -47,7 +52,7 @@ class AdmissionQueue:
     crowded: bool = False  # whether other batches wait for their turn: prompts are then read in small chunks
 
     def put(self, request: Request) -> None:
-        if len(request.prompt) + request.max_new_tokens > self.length:
+        if count_longest(request) > self.length:
             raise SelfJudgeError(f"a row of this batch has at most {self.length} tokens, prompt and answer")
         self.waiting.append(request)
 
@@ -101,6 +106,11 @@ class BatchRows:
     def extended(self, other: BatchRows) -> BatchRows:
         columns = zip(vars(self).values(), vars(other).values(), strict=True)
         return BatchRows(*(np.concatenate(both) for both in columns))
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a live row may have; 0 without live rows."""
+        return max(map(count_longest, self.requests[~self.finished]), default=0)
 
     @property
     def blocks(self) -> RowBlocks:

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from selfjudge.decoding.cycle import CAPTURED_CYCLES, Cycle, CycleSize, PhaseTimer, find_cycle, is_captured, kept_cycle
-from selfjudge.decoding.gamma import GammaController, GammaPolicy, PairStatistics, RequestGamma
+from selfjudge.decoding.gamma import GammaPolicy, PairStatistics
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.engine.base import RowCache
@@ -49,20 +49,15 @@ def list_uncaptured(
     """The numbers of rows that a batch of at most `rows` may have, each with each size of cycle that it may use, unless
     that is captured; no more in all than an engine keeps."""
     all_rows = sorted({min(engines.target.bucket(n), rows) for n in range(1, rows + 1)})
-    usual = [(n, size) for n in all_rows for size in list_sizes(gamma, rule, n, statistics)][:CAPTURED_CYCLES]
+    usual = [(n, size) for n in all_rows for size in list_sizes(gamma, rule, statistics)][:CAPTURED_CYCLES]
     return [(n, size) for n, size in usual if not is_captured(engines, rule, size, trace=trace, rows=n)]
 
 
-def list_sizes(gamma: Gamma, rule: AcceptanceRule, rows: int, statistics: PairStatistics) -> list[CycleSize]:
-    """Every size of cycle that a static engine may use for a batch of this γ and so many rows, by what is known."""
-    policy: GammaPolicy = (
-        RequestGamma(statistics, rule)
-        if rule.depends_on_gamma
-        else GammaController(statistics, rule, static=True, steady=True)
-    )
-    if gamma != "auto":
-        return [policy.size(rows, gamma) if isinstance(rule, RowRules) else CycleSize(gamma)]
-    return [policy.size(rows, drafts) for drafts in (0, *policy.choices)]
+def list_sizes(gamma: Gamma, rule: AcceptanceRule, statistics: PairStatistics) -> list[CycleSize]:
+    """Every size of cycle that a static engine may use for a batch of this γ."""
+    choices = (gamma,) if gamma != "auto" else (0, *GammaPolicy(statistics, rule).choices)
+    limited = rule.depends_on_gamma and (gamma == "auto" or isinstance(rule, RowRules))  # rows of unlike γ
+    return [CycleSize(drafts, limited and drafts > 0) for drafts in choices]
 
 
 @torch.no_grad()

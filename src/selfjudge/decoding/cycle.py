@@ -104,9 +104,7 @@ class CycleSize(NamedTuple):
     """What a captured cycle is captured for, besides its rule and its rows."""
 
     gamma: int
-    tokens: int | None = None
-    """Tokens of the target's pass, limits[b] + 1 of row b and padding. None: γ + 1 of every row. For static engines:
-    others take limits in any cycle."""
+    limited: bool = False  # whether rows may have fewer drafts verified; engines that are not static always may
 
 
 class Cycle:
@@ -125,20 +123,18 @@ class Cycle:
         """`first` [B] are the newest tokens of the rows, `row_state` what rules know of them; `trace` asks for what the
         target wanted at judged tokens."""
         self.size = size
-        gamma, tokens = size
+        gamma = size.gamma
         self.target, self.draft = engines.target, engines.draft
         self.rule, self.gamma, self.trace, self.guards = rule, gamma, trace, rule.guards
         self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
         """Decides whether to draft on; its argument computes the probabilities [B] of the newest drafts."""
         self.last = first[:, None].clone()
-        self.tokens = tokens
         zeros = first.new_zeros((len(first), ROW_STATE), dtype=torch.float32)
         self.row_state = zeros if row_state is None else row_state.clone()
         """[B, ROW_STATE] what a rule has to know of each answer so far."""
-        # until `limit` is called: as many as fit, so that the cycle can be captured before its first run
-        self.limits = torch.full_like(first, gamma if tokens is None else min(gamma, tokens // len(first) - 1))
+        self.limits = torch.full_like(first, gamma)
         """[B] drafts of each row that are verified, where rows are `limited`."""
-        self.limited = tokens is not None
+        self.limited = size.limited
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
         )
@@ -150,11 +146,24 @@ class Cycle:
         self.guarded: GuardedBlock | None = None
         self.verified: VerifiedLogits | None = None  # for the edits of rows
         self.packed: Packed | None = None
+        self.timer: PhaseTimer | None = None  # of a cycle that is prepared
 
     @property
     def settings(self) -> Tensor:
         """[B, SETTINGS] as in `Block`."""
         return self.row_state[:, -SETTINGS:]
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Let the draft catch up, and capture what is new. A static engine needs memory for nothing else, and after an
+        error for want of it this may be called again."""
+        self.timer = PhaseTimer(self.target.device)
+        if self.draft is not None:
+            with self.timer("draft"):
+                self.draft.prepare(self.gamma)
+        # only static engines set `captured`: it refers back to the cycle, and would keep an eager cycle's logits alive
+        if self.target.static and self.captured is None:
+            self.capture()
 
     @torch.no_grad()
     def run(
@@ -163,21 +172,18 @@ class Cycle:
         """Start one cycle and return its outcome without waiting for it, unless there are `edits` of the rows.
 
         Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are."""
+        if self.timer is None:
+            self.prepare()
+        timer, self.timer = self.timer, None
+        assert timer is not None
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
         if limits is not None:
             self.limit(limits)
-        elif self.tokens is not None:
-            raise ValueError("a cycle of a number of tokens needs limits")
+        elif self.target.static and self.size.limited:
+            raise ValueError("a cycle that is captured with limits needs them")
         else:
             self.limited = False
-        timer = PhaseTimer(self.target.device)
-        if self.draft is not None:
-            with timer("draft"):
-                self.draft.prepare(self.gamma)
-        # only static engines set `captured`: it refers back to the cycle, and would keep an eager cycle's logits alive
-        if self.target.static and self.captured is None:
-            self.capture()
         self.run_phases(timer, edits)
         assert self.packed is not None
         return timer.send(self.packed), timer
@@ -202,22 +208,20 @@ class Cycle:
     @torch.no_grad()
     def capture(self) -> None:
         """Let a static engine capture the phases; `state` stays as it is."""
-        self.captured = self.target.capture(self._phases(), self.state())
-        # not read after a capture: later captures reuse this memory, most of the total for large batches
-        self.draft_logits = self.output = self.block = self.guarded = None
-        self.verified = self.verified and self.verified.unowned()
+        try:
+            self.captured = self.target.capture(self._phases(), self.state())
+        finally:  # not read after a capture: later captures reuse this memory, most of the total for large batches
+            self.draft_logits = self.output = self.block = self.guarded = None
+            self.verified = self.verified.unowned() if self.verified and self.captured else None
 
     def limit(self, limits: Limits) -> None:
         """Verify only the first limits[b] drafts of each row in this cycle. Unless the engine is static, `draft_on` may
         still change that."""
-        if self.target.static and self.tokens is None:
-            raise ValueError("a captured cycle takes limits only if it has a number of tokens")
+        if self.target.static and not self.size.limited:
+            raise ValueError("a captured cycle takes limits only if it is captured with them")
         values = torch.as_tensor(limits)
-        if not values.is_cuda:
-            if self.tokens is not None and int(values.sum()) + len(values) > self.tokens:
-                raise ValueError(f"the limits need more than the {self.tokens} tokens of this cycle")
-            if self.limits.is_cuda:
-                values = values.pin_memory()  # the copy does not wait for the cycles in flight
+        if self.limits.is_cuda and not values.is_cuda:
+            values = values.pin_memory()  # the copy does not wait for the cycles in flight
         self.limits.copy_(values, non_blocking=True)
         self.limited = True
 
@@ -272,7 +276,7 @@ class Cycle:
         if limits is None:
             self.output = output = self.target.extend(tokens)
         else:
-            self.output = output = self.target.extend_first(tokens, limits + 1, self.tokens)
+            self.output = output = self.target.extend_first(tokens, limits + 1)
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
         argmax = argmax_checked(output.logits)

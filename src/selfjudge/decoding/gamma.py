@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.acceptance import BLOCK_COUNTS, DECAY, Acceptance, Calibration, RowBlocks, tokens_by_gamma
 from selfjudge.decoding.costs import SLOPE, CostTable
-from selfjudge.decoding.cycle import CycleSize
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.engine.draft import BACKLOG
 from selfjudge.types import MAX_GAMMA
 
 MAX_AUTO_GAMMA = 10  # maximum drafts of a cycle on engines that can stop drafting after each one
@@ -83,10 +81,6 @@ class GammaPolicy:
         self.max_gamma = max(self.choices)
         self._rule = rule.name
 
-    def size(self, rows: int, drafts: int) -> CycleSize:
-        """The cycle in which so many rows have so many drafts verified."""
-        return CycleSize(drafts)
-
     def costs_of(self, rows: int, drafts: int) -> tuple[float, float]:
         """Seconds of a plain cycle and of one of so many drafts; zeros where nothing reliable was measured."""
         if not self.statistics.costs.cycles or self.statistics.costs.rough:
@@ -122,10 +116,6 @@ class RequestGamma(GammaPolicy):
         if speeds.get(record.entry_gamma, 0.0) * self.CLEARLY < speeds[best]:
             record.entry_gamma = best
         return record.entry_gamma
-
-    def size(self, rows: int, drafts: int) -> CycleSize:
-        """Rows of unlike γ take the same captured cycle as rows of one γ."""
-        return CycleSize(drafts, rows * (drafts + 1)) if drafts else CycleSize(0)
 
     def candidates(self, rows: int) -> list[int]:
         """Nothing is captured for a choice that may never be made."""
@@ -180,7 +170,7 @@ class GammaController(GammaPolicy):
         self._draft_probabilities: list[NDArray[np.float64]] = []  # [B] for each draft of this cycle
 
     def choose(self, rows: int, behind: int = 0, live: LiveRows | None = None) -> int:
-        """Maximum drafts of a row in the next cycle. The draft model has not read the tokens of `behind` plain cycles;
+        """Maximum drafts of a row in the next cycle. The draft model has not read the latest `behind` tokens of a row;
         of the `live` rows it is known what each of them accepts."""
         self._select_record(rows)
         self._draft_probabilities = []
@@ -340,8 +330,9 @@ class GammaController(GammaPolicy):
         """Expected loss of a probe in seconds: some slow cycles, and the tokens that the draft must catch up on."""
         cycle = self._table[max(self.min_gamma, 2)]
         step = self._table[1] - self._table[0]
-        catch_up = step * (1 + SLOPE * min(behind, BACKLOG)) if behind else 0.0
-        return PROBE_CYCLES * cycle * max(0.05, 1 - speed) + catch_up
+        catch_up = step * (1 + SLOPE * behind) if behind else 0.0
+        needed = PROBE_CYCLES * cycle * max(0.05, 1 - speed) + catch_up
+        return min(needed, MAX_CREDIT_CYCLES * self._table[0])  # long prompts are tried, too, when the credit is full
 
 
 def _smallest_of_the_best(speeds: Mapping[int, float]) -> int:

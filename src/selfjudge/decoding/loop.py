@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests, count_longest
 from selfjudge.decoding.batch_gamma import BatchGamma, CyclePlan
 from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import GUARDS, ROW_STATE, Cycle, CycleSize, Packed, PhaseTimer, find_cycle
@@ -28,7 +28,7 @@ from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules, find_level, list_settings
 from selfjudge.decoding.sampling import RandomNumbers
-from selfjudge.engine.draft import BatchEngines
+from selfjudge.engine.draft import BACKLOG, BatchEngines
 from selfjudge.store.run_folder import SHORTEST, LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step
 
@@ -168,13 +168,14 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
         batch.prefill.store(batch.rows)
         alive = batch.rows.alive
         batch.prefill.cancel(cancelled)
-        batch.prefill.admit(queue, len(alive), cancelled)
+        batch.prefill.admit(queue, batch.rows, cancelled)
         if given_up := batch.prefill.given_up:
             batch.prefill.given_up = []
             yield Step(0, (), dict.fromkeys(PHASES, 0.0), out_of_memory=tuple(given_up))
             continue
         if not alive:
             if not batch.prefill.groups:
+                batch.chooser.capture_lost()
                 return
             in_flight.clear()  # all their rows have ended
         if batch.prefill.ready or batch.is_too_wide(alive):  # finish what is in flight; then rows enter or leave
@@ -195,10 +196,15 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
                 yield Step(0, (), dict.fromkeys(PHASES, 0.0))
             continue
         else:
-            number, chunk_read = number + 1, False
-            in_flight.append(batch.run(number))
-            if target.static and len(in_flight) < 2 and not batch.rows.live_edits:
-                continue  # the device works on the next cycle while the host reads this one
+            chunk_read = False
+            if (started := batch.run(number + 1)) is not None:
+                number += 1
+                in_flight.append(started)
+                if target.static and len(in_flight) < 2 and not batch.rows.live_edits:
+                    continue  # the device works on the next cycle while the host reads this one
+            elif not in_flight:
+                batch.free_memory(alive)
+                continue
         yield batch.finish(in_flight.popleft(), batch.rows)
 
 
@@ -225,24 +231,29 @@ class _LiveBatch:
     cycle: Cycle | None = None
     plain_cycles: int = 0  # cycles since the last drafts
     changed: bool = False  # whether rows have entered or left since the last cycle
+    may_capture: bool = False  # whether cycles may be captured for them: no answer has begun, or nothing else would do
+    queued: bool = False  # whether requests wait in a queue: where memory is short, rows are given up one by one
+    released: bool = False  # whether the next cycle found no memory, and all that is spare has been freed
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.engines.target.device)
-        self.prefill = Prefill(self.engines, step_tokens=self.gamma + 1)
+        chooses = self.chooser.statistics is not None
+        self.prefill = Prefill(self.engines, self.gamma + 1, may_postpone=chooses)
         self.by_row = self.rule if isinstance(self.rule, RowRules) else None
 
     def start(self, requests: Sequence[Request]) -> Step:
         """Prefill all requests at once and let them enter."""
         group = PrefillGroup(list(enumerate(requests)), self.engines.target.device)
         group.begin(self.engines, self.gamma + 1)
+        group.postpones = self.prefill.postpones(0)
         group.read_all()
         return self._enter(group, [], 0)
 
     def enqueue(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
         """Queue the first requests before all others, and reserve the caches."""
+        self.queued = True
         queue.waiting.extendleft(reversed(requests))
-        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        self.prefill.make_room(queue, longest)  # where there is no memory, `admit` gives requests up
+        self.prefill.make_room(queue, max(map(count_longest, requests)))  # if there is none, `admit` gives requests up
 
     def join(self, alive: list[int]) -> Step:
         """Let a group whose prompts have been read enter after the live rows."""
@@ -250,7 +261,7 @@ class _LiveBatch:
         if len(alive) < len(self.rows):
             self._select(alive)
         total = len(alive) + len(group)
-        idle = min(self.engines.target.bucket(total), self.prefill.rows) - total
+        idle = self.chooser.fit(total, self.prefill.rows, self.cycle) - total
         self.engines.join(group.engines, idle)
         return self._enter(group, alive, idle)
 
@@ -283,7 +294,7 @@ class _LiveBatch:
             self.engines.draft.enter(first)
         size = CycleSize(self.gamma)
         if self.cycle is not None:
-            size = CycleSize(self.cycle.gamma)
+            size = self.cycle.size
             first, state = (
                 torch.cat([self.cycle.last[alive, 0], first]),
                 torch.cat([self.cycle.row_state[alive], state]),
@@ -293,43 +304,77 @@ class _LiveBatch:
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [None] * idle))
         self.changed = True
+        self.may_capture = not alive or not self.chooser.is_ready(len(self.rows), self.cycle)
         return replace(step, cached=dict(zip(group.numbers, group.cached[0], strict=True)))
 
     def is_too_wide(self, alive: list[int]) -> bool:
-        """Whether the live rows fit in a smaller batch."""
-        return bool(alive) and self.engines.target.bucket(len(alive), len(self.rows)) < len(self.rows)
+        """Whether the live rows are better off in a smaller batch."""
+        now = len(self.rows)
+        return bool(alive) and self.chooser.fit(len(alive), now, self.cycle, now) < now
 
     def shrink(self, alive: list[int]) -> None:
         """Let finished rows leave; a static engine keeps some as idle rows, to fill a size that it captures."""
-        idle = [i for i in range(len(self.rows)) if self.rows.finished[i]]
-        kept = alive + idle[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)]
+        now, idle = len(self.rows), [i for i in range(len(self.rows)) if self.rows.finished[i]]
+        self._keep(alive + idle[: self.chooser.fit(len(alive), now, self.cycle, now) - len(alive)])
+
+    def free_memory(self, alive: list[int]) -> None:
+        """The next cycle found no memory: free what is spare. If that was not enough, give up the newest row, for which
+        least work is lost."""
+        if self.released:
+            self.prefill.given_up.append(newest := int(self.rows.index[alive[-1]]))
+            self.prefill.histories.pop(newest, None)
+            self.rows.finished[alive[-1]] = True
+            if alive[:-1]:
+                self._keep(alive[:-1])
+        self.engines.release_spare(cycles=True)
+        self.released = True
+
+    def _keep(self, kept: list[int]) -> None:
+        """Go on with these rows."""
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
-        rule, size, last = self.cycle.rule, CycleSize(self.cycle.gamma), self.cycle.last[kept, 0]
+        rule, size, last = self.cycle.rule, self.cycle.size, self.cycle.last[kept, 0]
         state = self.cycle.row_state[kept]
+        self.may_capture = not self.chooser.is_ready(len(kept), self.cycle)
         self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=last, row_state=state)
         self.changed = True
 
-    def run(self, number: int) -> _StartedCycle:
-        """Start a cycle: what its rows need, of the γ that they have, or of the best one where all leave it open."""
+    def run(self, number: int) -> _StartedCycle | None:
+        """Start a cycle: what its rows need, of the γ that they have, or of the best one where all leave it open. None
+        where a static engine has no memory to begin it."""
         assert self.cycle is not None
         level, traced, edited = self.rows.live_needs
         rule, chooser = self.by_row.at(level) if self.by_row else self.rule, self.chooser
-        plan = chooser.choose(self.rows, self.plain_cycles, changed=self.changed, by_gamma=rule.depends_on_gamma)
+        plan = chooser.choose(
+            self.rows, self.behind, changed=self.changed, may_capture=self.may_capture, by_gamma=rule.depends_on_gamma
+        )
         trace = self.trace and traced and plan.size.gamma > 0 and not rule.lossless
         self.changed = False
-        self.plain_cycles = 0 if plan.size.gamma else self.plain_cycles + 1
         if (rule, plan.size, trace) != (self.cycle.rule, self.cycle.size, self.cycle.trace):
             last, state = self.cycle.last[:, 0], self.cycle.row_state
             self.cycle = find_cycle(self.engines, rule, plan.size, trace=trace, first=last, row_state=state)
         cycle, start = self.cycle, time.perf_counter()
         cycle.draft_on = chooser.controller.draft_on if chooser.controller and plan.gammas is None else None
         captures = self.engines.target.static and cycle.captured is None
+        try:
+            cycle.prepare()
+        except torch.OutOfMemoryError:
+            if self.released and not self.queued:
+                raise
+            return None
         packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, self.rows.live_edits if edited else ())
+        self.plain_cycles, self.released = 0 if plan.size.gamma else self.plain_cycles + 1, False
         if captures and chooser.statistics is not None:
             chooser.statistics.capture_seconds = time.perf_counter() - start
         return _StartedCycle(number, packed, timer, plan)
+
+    @property
+    def behind(self) -> int:
+        """Tokens of a row that the draft has to read before it drafts again."""
+        draft = self.engines.draft
+        unread = 0 if draft is None else max((len(tokens) for tokens, _ in draft.postponed), default=0)
+        return min(self.plain_cycles, BACKLOG) + unread
 
     def _select(self, rows: list[int]) -> None:
         self.engines.select(rows)
@@ -345,5 +390,7 @@ class _LiveBatch:
         used = np.minimum(outcome.accepted, left - rows.left)  # drafts after the end of an answer are worth nothing
         plain, cost = 0.0, 0.0
         if started.plan is not None:
+            assert self.cycle is not None
+            self.chooser.note_padding(int(live.sum()), len(rows), self.cycle, sum(seconds.values()))
             plain, cost = self.chooser.observe(started.plan, drafted, used, live, rows, seconds)
         return Step(started.number, emissions, seconds, non_finite, drafted, cost, plain)

@@ -52,7 +52,7 @@ def respond(
         most = batch if engine.static else min(batch, 64)
         while order:
             longest = max(sizes[i] for i in order[:most])
-            rows = engines.limit_rows(2 * most, longest + 1, share=0.5)  # the logits of large batches are large
+            rows = engines.limit_rows(2 * most, longest + 1, share=0.5)  # the other half is for reading long prompts
             size = min(most, 1 << max(0, rows.bit_length() - 1))  # graphs are captured for powers of two
             part, order = sorted(order[:size], key=lambda i: (-len(prompts[owners[i]]), owners[i])), order[size:]
             row_seeds = range(len(part)) if seeds is None else [seeds[i] for i in part]

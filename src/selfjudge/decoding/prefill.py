@@ -3,11 +3,12 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, limit_request
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, count_longest, limit_request
 from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BACKLOG, BatchEngines
@@ -30,6 +31,8 @@ class PrefillGroup:
         self.engines: BatchEngines  # those that read it, once it has begun
         self.output: Output  # the target's output at the last token that was read
         self.cached = [[0] * len(self)] * 2  # first tokens of each row that target and draft need not read
+        self.postpones = False  # whether the draft reads the prompts when it first drafts
+        self._features: list[Tensor] = []  # of the target, for a head that postpones
         self.width = max(len(request.prompt) for request in self.requests)
         self.unread = self.width  # token columns that have not been read
 
@@ -39,17 +42,22 @@ class PrefillGroup:
     @property
     def longest(self) -> int:
         """Maximum tokens of a row, prompt and answer."""
-        return max(len(request.prompt) + request.max_new_tokens for request in self.requests)
+        return max(map(count_longest, self.requests))
 
     @cached_property
     def _padded(self) -> Tensor:
         """[B, T] the last tokens of each prompt, which either cache lacks."""
         return _left_padded([request.prompt[-self.width :] for request in self.requests], self.device)[0]
 
-    def begin(self, engines: BatchEngines, step_tokens: int) -> None:
-        """Take engines, with room for so many tokens of a row beyond its own."""
+    def begin(self, engines: BatchEngines, step_tokens: int, *, aside: bool = False) -> None:
+        """Take engines, with room for so many tokens of a row beyond its own. Static ones `aside` need room for prompts
+        alone: the rows are copied into the cache of the batch."""
         self.begun, self.engines = True, engines
-        engines.reserve(len(self), self.longest + step_tokens)
+        room = self.longest + step_tokens
+        if aside and engines.target.static:
+            longest = max(len(request.prompt) for request in self.requests)
+            room = min(room, 1 << (longest - 1).bit_length())  # what `CudaEngine.prefill` pads it to
+        engines.reserve(len(self), room)
 
     def restore(self, found: Sequence[Sequence[Sequence[Tensor]]]) -> None:
         """Begin the rows of the engines with blocks that were found for them: of each row, and of each engine."""
@@ -58,8 +66,10 @@ class PrefillGroup:
             if any(rows):
                 engine.restore(rows)
         self.cached = [[count_positions(len(blocks)) for blocks in rows] for rows in by_engine]
+        self.postpones &= not any(self.cached[-1])
         prompts = enumerate(request.prompt for request in self.requests)
-        self.width = self.unread = max(len(prompt) - min(rows[b] for rows in self.cached) for b, prompt in prompts)
+        read = self.cached[: 1 if self.postpones else None]
+        self.width = self.unread = max(len(prompt) - min(rows[b] for rows in read) for b, prompt in prompts)
 
     def read_all(self) -> None:
         """Read all prompts at once. Without a draft, prefixes that prompts share are read once for all of them."""
@@ -94,7 +104,12 @@ class PrefillGroup:
             with self.timer("target"):
                 self.output = self.engines.target.prefill(tokens, counts)
             features = self.output.features
-        if draft is not None and (counts := self._count(1, start, stop)) is not None:
+        if draft is not None and self.postpones:
+            self._features += [] if features is None else [features]
+            if stop == self.width:
+                states = torch.cat(self._features, 1) if self._features else None
+                draft.postpone([request.prompt for request in self.requests], states)
+        elif draft is not None and (counts := self._count(1, start, stop)) is not None:
             with self.timer("draft"):
                 draft.read(tokens, counts, features)
         self.unread = self.width - stop
@@ -113,6 +128,7 @@ class Prefill:
 
     engines: BatchEngines
     step_tokens: int  # tokens of a row in one step, γ + 1: a row needs as many cache slots beyond its own tokens
+    may_postpone: bool = False  # whether γ is chosen: the draft then reads prompts when it first drafts
 
     def __post_init__(self) -> None:
         self.groups: list[PrefillGroup] = []
@@ -122,38 +138,55 @@ class Prefill:
         self.given_up: list[int] = []  # rows that the device has no memory for
         self._held = 0  # live rows when a prompt found no memory: it is read again when one has left
         self._one_by_one = False  # whether prompts are read in their order: one has found no memory beside others
-        self._histories: dict[int, _RowHistory] = {}  # of the rows in the batch, where prefixes are kept
+        self.histories: dict[int, _RowHistory] = {}  # of the rows in the batch, where prefixes are kept
 
     def make_room(self, queue: AdmissionQueue, needed: int) -> bool:
         """Begin without rows, in caches for as many rows of the queue as there is memory for; False if for none.
 
         A row has room for `needed` tokens at least. Static caches begin small and grow with what is asked."""
-        length = queue.length
-        if not self.engines.holds(queue.rows, length + self.step_tokens):
+        length, step_tokens = queue.length, self.step_tokens
+        if self.engines.rows_held(length + step_tokens) < queue.rows:
             length = min(length, max(START_TOKENS, 2 * self.length))
         for tokens in (max(length, needed), needed):
-            if rows := self.engines.limit_rows(queue.rows, tokens + self.step_tokens):
-                self.engines.reserve(rows, tokens + self.step_tokens)
+            room = tokens + step_tokens
+            if rows := self.engines.limit_rows(queue.rows, room, step_tokens=step_tokens, aside=1):
+                self.engines.reserve(rows, room)
+                self.rows, self.length = rows, self.engines.longest(room) - step_tokens
                 self.engines.reserve(0, 0)  # the caches stay as large as they are
-                self.rows, self.length = rows, tokens
                 return True
         return False
+
+    def _make_shorter(self, queue: AdmissionQueue, rows: BatchRows, busy: int) -> bool:
+        """Where a long row has left caches of few rows to many short ones: let the batch run empty, and then make room
+        for them. Whether they have to wait for that."""
+        if self.rows >= queue.rows or busy + len(queue.waiting) <= self.rows:
+            return False
+        waiting = map(count_longest, islice(queue.waiting, queue.rows))
+        needed = max([rows.longest, *(group.longest for group in self.groups), *waiting])
+        length = max(min(START_TOKENS, queue.length), min(needed, self.engines.window))
+        if 2 * length > self.length:
+            return False
+        if not busy:
+            self.length = 0
+            self.make_room(queue, length)
+            self.length = length  # where there is no memory for more rows, the caches stay as they are
+        return busy > 0
 
     @property
     def ready(self) -> bool:
         """Whether a group has been read to its end."""
         return any(not group.unread for group in self.groups)
 
-    def admit(self, queue: AdmissionQueue, alive: int, cancelled: set[int]) -> None:
-        """Admit waiting requests while there is room beside the `alive` rows and those that are being read."""
+    def admit(self, queue: AdmissionQueue, rows: BatchRows, cancelled: set[int]) -> None:
+        """Admit waiting requests while there is room beside the live rows and those that are being read."""
         self._one_by_one &= bool(self.groups)
-        if not queue.waiting:
+        busy = len(rows.alive) + sum(map(len, self.groups))
+        if not queue.waiting or self._make_shorter(queue, rows, busy):
             return
         admitted: list[tuple[int, Request]] = []
-        busy = alive + sum(map(len, self.groups))
         while queue.waiting and busy + len(admitted) < max(1, self.rows):
             number, request = self.next_number, queue.waiting[0]
-            needed, fits = min(len(request.prompt) + request.max_new_tokens, self.engines.window), True
+            needed, fits = min(count_longest(request), self.engines.window), True
             if number not in cancelled and needed > self.length:
                 if busy or admitted:
                     break  # it waits until the batch is empty, and the caches can grow
@@ -195,9 +228,18 @@ class Prefill:
         group = self.groups[0] if in_order else min(self.groups, key=lambda group: group.unread)
         self._passed_over = group is not self.groups[0]
         if not group.begun:
-            group.begin(self.engines.aside(), self.step_tokens)
+            group.begin(self.engines.aside(), self.step_tokens, aside=True)
+            group.postpones = self.postpones(alive)
             group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
         group.read(chunk if len(group) == 1 else group.width)
+
+    def postpones(self, alive: int) -> bool:
+        """Whether the draft reads the prompts of a new group when it first drafts: not while it drafts for other rows,
+        which would wait for all of it; nor for a head beside kept prefixes, which needs states of all that was read."""
+        draft = self.engines.draft
+        if draft is None or draft.static or not self.may_postpone:
+            return False
+        return bool(not alive or draft.postponed) and not (draft.features and self.engines.prefixes is not None)
 
     def waits(self, alive: int, chunk_read: bool) -> bool:
         """Whether there is nothing to read: no prompt, no memory for it beside the `alive` rows, or it is their turn,
@@ -214,12 +256,7 @@ class Prefill:
         rows = [row for group in self.groups for row in zip(group.numbers, group.requests, strict=True)]
         self.groups = [PrefillGroup([row], device) for row in rows]
         self._held, self._one_by_one = alive, True
-        for engine in self.engines.static_engines:
-            engine.trim()
-        if self.engines.prefixes is not None:
-            self.engines.prefixes.clear()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.engines.release_spare()
 
     def pop_ready(self) -> PrefillGroup:
         """Remove and return a group that has been read to its end."""
@@ -227,29 +264,31 @@ class Prefill:
         self.groups.remove(group)
         if self.engines.prefixes is not None:
             rows = zip(group.numbers, group.requests, strict=True)
-            self._histories |= {n: _RowHistory(r.salt, list(r.prompt), len(r.prompt) - 1) for n, r in rows}
+            drafted = 0 if group.postpones else 1
+            self.histories |= {n: _RowHistory(r.salt, list(r.prompt), drafted * (len(r.prompt) - 1)) for n, r in rows}
         return group
 
     def note(self, emissions: Sequence[Emission]) -> None:
         """Note the tokens of a step."""
-        missing = 0 if self.engines.draft is None else self.engines.draft.backlog.max_missing
-        for emission in emissions if self._histories else ():
-            if (row := self._histories.get(emission.row)) is not None:
+        draft = self.engines.draft
+        missing = 0 if draft is None else draft.backlog.max_missing
+        for emission in emissions if self.histories else ():
+            if (row := self.histories.get(emission.row)) is not None:
                 row.tokens += emission.tokens
                 row.has_gaps |= missing >= BACKLOG
-                if not row.has_gaps:
+                if not row.has_gaps and not (draft and draft.postponed):
                     row.drafted = max(row.drafted, len(row.tokens) - 1 - missing)
 
     def store(self, rows: BatchRows) -> None:
         """Store the blocks of rows that have entered or ended since the last call. The newest token has none yet."""
-        places = zip(rows.index.tolist(), rows.finished.tolist(), strict=True) if self._histories else ()
+        places = zip(rows.index.tolist(), rows.finished.tolist(), strict=True) if self.histories else ()
         for place, (number, ended) in enumerate(places):
-            row = self._histories.get(number)
+            row = self.histories.get(number)
             if row is not None and (ended or not row.stored):
                 row.stored = True
                 self.engines.store_blocks(place, row.tokens, row.salt, (len(row.tokens) - 1, row.drafted))
                 if ended:
-                    del self._histories[number]
+                    del self.histories[number]
 
 
 @dataclass

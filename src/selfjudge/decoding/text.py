@@ -315,7 +315,7 @@ class Decoding:
                     measure_costs(engines, rows)
                 return True
             statistics = find_statistics(engines)
-            rules, most = [self.rule], max(size.gamma for size in list_sizes(self.gamma, self.rule, 1, statistics))
+            rules, most = [self.rule], max(size.gamma for size in list_sizes(self.gamma, self.rule, statistics))
             if self.shared is not None:
                 rules, most = list(dict.fromkeys((self.shared.at(find_level(rules)), EXACT))), self.most
             prefill = Prefill(engines, most + 1)

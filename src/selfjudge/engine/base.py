@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import torch
@@ -39,6 +40,8 @@ class RowCache(Protocol):
     device: device
     static: bool = False
     """Whether every pass must have the shape of the first: `capture` then replays it without Python."""
+    idle: Mapping[Hashable, list[Any]] = MappingProxyType({})
+    """Engines of the same weights that nobody uses, kept with their caches and captured graphs."""
 
     @property
     def version(self) -> int:
@@ -88,10 +91,8 @@ class Engine(RowCache):
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
         raise NotImplementedError
 
-    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
-        """Append the first counts[b] ≥ 1 tokens of each row of [B, T]; cells beyond them repeat the output of the last.
-
-        Where `total` ≥ Σ counts[b] is given, a static engine computes this many tokens; others ignore it."""
+    def extend_first(self, tokens: Tensor, counts: Tensor) -> Output:
+        """Append the first counts[b] ≥ 1 tokens of each row of [B, T]; outputs of cells beyond them mean nothing."""
         most = int(counts.max())
         output = self.extend(align_right(tokens[:, :most], counts), counts)
         row, column = (torch.arange(n, device=tokens.device) for n in tokens.shape)

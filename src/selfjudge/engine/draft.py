@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,11 +10,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from selfjudge.engine.base import Engine, HeadEngine, RowCache
 from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.device import free_memory
+from selfjudge.models.memory import LOGIT_BYTES
 from selfjudge.types import Verdict
 
 CACHE_SHARE = 0.8  # of the memory that is free, for caches; the rest is for prompts, logits and captured graphs
@@ -86,6 +89,10 @@ class Backlog:
         return [self.tokens, self.missing, self.states]
 
 
+_Prompt = tuple[Tensor, Tensor | None]
+"""Tokens [T] and, for a head, the target's features [T, F]."""
+
+
 class Drafter(RowCache):
     """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back."""
 
@@ -98,21 +105,36 @@ class Drafter(RowCache):
     def __init__(self, engine: RowCache, backlog: Backlog) -> None:
         self.engine, self.backlog = engine, backlog
         self.device, self.window, self.static = engine.device, engine.window, engine.static
+        self.postponed: list[_Prompt] = []
+        """The prompts of all rows, while the engine has read none of them."""
 
     @property
     def version(self) -> int:
         return self.engine.version
 
+    def release(self) -> None:
+        """Free the cache of a static engine."""
+        self.engine.release()
+
     def reserve(self, batch: int, length: int) -> None:
         self.engine.reserve(batch, length)
         self.backlog.reserve(batch)
+        self.postponed = []
 
     def join(self, other: Self, idle: int = 0) -> None:
+        if len(self.backlog.missing) > len(self.postponed):  # this one has read its rows
+            other.catch_up()
+        elif not other.postponed:
+            self.catch_up()
+        self.postponed += other.postponed
         self.engine.join(other.engine, idle)
         self.backlog.join(other.backlog, idle)
 
     def select(self, rows: list[int]) -> None:
-        self.engine.select(rows)
+        if self.postponed:
+            self.postponed = [self.postponed[row] for row in rows]
+        else:
+            self.engine.select(rows)
         self.backlog.select(rows)
 
     def use_rows(self, batch: int) -> int:
@@ -124,6 +146,27 @@ class Drafter(RowCache):
 
     def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         """Read the next tokens [B, T] of prompts, of row b the last counts[b]; the target's features are [B, T, F]."""
+
+    def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
+        """Read whole prompts when tokens are first proposed, if ever; [B, T, F] the target's features, right-aligned.
+
+        For engines that are not static, whose rows are all empty."""
+        for row, prompt in enumerate(prompts):
+            tokens = torch.tensor(prompt, device=self.device)
+            self.postponed.append((tokens, None if features is None else features[row, -len(prompt) :]))
+
+    def catch_up(self) -> None:
+        """Read the prompts that were postponed."""
+        if self.postponed:
+            tokens, features = zip(*self.postponed, strict=True)
+            self.postponed = []
+            counts = torch.tensor([len(row) for row in tokens], device=self.device)
+            states = None if features[0] is None else pad_sequence(features, True, padding_side="left")
+            self._read_postponed(pad_sequence(tokens, True, padding_side="left"), counts, states)
+
+    def _read_postponed(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        """`read` of whole prompts, whose answers have begun."""
+        self.read(tokens, counts, features)
 
     def enter(self, first: Tensor) -> None:
         """End the prompts of the last rows; `first` [B'] are the target's first tokens after them."""
@@ -169,6 +212,7 @@ class ModelDraft(Drafter):
         backlog.max_missing = 2 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
     def propose(self, gamma: int) -> Tensor:
+        self.catch_up()
         width = 2 if self.static else int(self.backlog.missing.max())
         missing = None if width == 1 else self.backlog.missing  # nothing to mask
         return self.engine.extend(self.backlog.tokens[:, -width:], missing, keep=1).logits[:, -1]
@@ -221,7 +265,17 @@ class EagleDraft(Drafter):
             backlog.mark_read()
         backlog.max_missing = gamma + 1 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
+    def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
+        assert features is not None
+        super().postpone(prompts, features)
+        self.backlog.states[:, -1:] = features[:, -1:]
+
+    def _read_postponed(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        assert features is not None
+        self.engine.append(tokens[:, 1:], features[:, :-1], counts - 1, keep=0)
+
     def propose(self, gamma: int) -> Tensor:
+        self.catch_up()
         backlog, width = self.backlog, gamma + 1 if self.static else int(self.backlog.missing.max())
         return self._step(backlog.tokens[:, -width:], backlog.states[:, -width:], backlog.missing)
 
@@ -287,19 +341,54 @@ class BatchEngines:
         """The engines whose caches do not grow by themselves."""
         return self.engines if self.target.static else []
 
-    def holds(self, rows: int, length: int) -> bool:
-        """Whether `reserve` needs no more memory for so many rows of that length."""
-        return all(engine.holds(rows, length) for engine in self.static_engines)
+    def rows_held(self, length: int) -> float:
+        """Rows of that length for which `reserve` needs no more memory."""
+        return min((engine.rows_held(length) for engine in self.static_engines), default=math.inf)
 
-    def limit_rows(self, rows: int, length: int, share: float = CACHE_SHARE) -> int:
-        """How many of these rows, each of at most `length` tokens, `reserve` finds room for in this share of memory."""
-        free = None if self.holds(rows, length) else free_memory(self.target.device)
-        if free is None:
+    def longest(self, otherwise: int) -> int:
+        """Maximum tokens of a row of the caches that are there; `otherwise` where they grow by themselves."""
+        return min((engine.longest for engine in self.static_engines), default=otherwise)
+
+    def limit_rows(
+        self, rows: int, length: int, share: float = CACHE_SHARE, *, step_tokens: int = 1, aside: int = 0
+    ) -> int:
+        """How many of these rows, each of at most `length` tokens, `reserve` finds room for in this share of memory.
+
+        A row needs its part of the caches, and the logits of `step_tokens` tokens. So do rows that are read `aside`.
+        Where there is too little, idle engines of the same models lose their caches."""
+        if (held := self.rows_held(length)) >= rows:
             return rows
-        free += sum(engine.cache_bytes for engine in self.static_engines)  # freed first
+        logits = LOGIT_BYTES * self.target.vocab_size * step_tokens
+        row = logits + sum(engine.row_bytes(length) for engine in self.static_engines)
+        for last in (False, True):
+            free = free_memory(self.target.device)
+            if free is None:
+                return rows
+            free += sum(engine.cache_bytes for engine in self.static_engines)  # freed first
+            if self.prefixes is not None:
+                free -= self.prefixes.limit - self.prefixes.used
+            fitting = int(share * free // row)
+            if last or fitting >= rows + aside or not self.release_idle():
+                break
+        return min(rows, max(int(held), min(fitting, 1), fitting - aside))
+
+    def release_idle(self) -> bool:
+        """Free the caches of engines of these models that nobody uses; whether there were any."""
+        kept = [engines for cache in self.caches for engines in cache.idle.values()]
+        idle = [engines.pop() for engines in kept for _ in range(len(engines))]
+        for engine in idle:
+            engine.release()
+        return bool(idle)
+
+    def release_spare(self, *, cycles: bool = False) -> None:
+        """Free all that these models can do without, of captured `cycles` those that are not running."""
+        for engine in self.static_engines:
+            engine.trim(cycles=cycles)
         if self.prefixes is not None:
-            free -= self.prefixes.limit - self.prefixes.used
-        return min(rows, int(share * free // sum(engine.row_bytes(length) for engine in self.static_engines)))
+            self.prefixes.clear()
+        self.release_idle()
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def reserve(self, rows: int, length: int) -> None:
         """Begin a batch: room for so many rows of at most `length` tokens."""

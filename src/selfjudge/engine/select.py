@@ -214,7 +214,7 @@ def borrow_engine(
     model: LoadedModel, *, hidden: bool = False, features: tuple[int, ...] = (), int8: bool = False, kind: str = "auto"
 ) -> AbstractContextManager[Engine]:
     """Lend an engine for one batch. A static one is kept, so that the next batch finds its captured graphs."""
-    key = "idle engines", hidden, features
+    key = hidden, features
     return _borrow(model, key, kind, lambda: make_engine(model, hidden=hidden, features=features, int8=int8, kind=kind))
 
 
@@ -222,17 +222,18 @@ def borrow_draft(
     draft: Draft, target: LoadedModel, *, int8: bool = False, kind: str = "auto"
 ) -> AbstractContextManager[Drafter]:
     """Lend a draft for one batch; it is kept like an engine."""
-    return _borrow(draft, "idle drafts", kind, lambda: make_draft(draft, target, int8=int8, kind=kind))
+    return _borrow(draft, "draft", kind, lambda: make_draft(draft, target, int8=int8, kind=kind))
 
 
 @contextmanager
 def _borrow(model: LoadedModel, key: Hashable, kind: str, make: Callable[[], _Lent]) -> Iterator[_Lent]:
-    idle: list[_Lent] = model.keep(key, list)
+    idle: dict[Hashable, list[_Lent]] = model.keep("idle engines", dict)
     may_be_static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
-    engine = idle.pop() if may_be_static and idle else make()
+    engine = idle[key].pop() if may_be_static and idle.get(key) else make()
+    engine.idle = idle
     yield engine  # after an exception (out of memory) it may be damaged and is not kept
     if engine.static:
-        idle.append(engine)
+        idle.setdefault(key, []).append(engine)
 
 
 @cache

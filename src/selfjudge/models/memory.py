@@ -22,6 +22,7 @@ from selfjudge.store import home, hub_options
 INT8 = 8
 PACKED = {2: 2304, 3: 2560, 6: 3328, 7: 3584, INT8: 4352, 12: 2368, 13: 3392, 14: 3392}
 """Bytes of 4,096 weights as the CPU engine packs them, by the type of their blocks."""
+LOGIT_BYTES = 16  # of a logit in 16 or 32 bits, its float32 copy, and the distribution that rules make of it
 SPARE_SLOTS = 258  # tokens that a row of the CUDA cache may be longer than its text
 OVERHEAD = {"cpu": 900_000_000, "cuda": 1_500_000_000}
 """Bytes of Python, torch, tokenizer and buffers on a CPU (measured); of CUDA's context, kernels and captured graphs."""
@@ -63,7 +64,7 @@ def measure_need(model: PreTrainedModel, dtype: str, device: str) -> MemoryNeed:
     if on_cuda:  # the widest values of a pass are those between the two feed-forward matrices
         wide = 4 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
         workspace += PASS_TOKENS * wide * itemsize
-    return MemoryNeed(count_weights(model, dtype, device), token, 16 * config.vocab_size, workspace)
+    return MemoryNeed(count_weights(model, dtype, device), token, LOGIT_BYTES * config.vocab_size, workspace)
 
 
 def measure_draft(reference: str, target: PreTrainedModel, dtype: str, device: str) -> MemoryNeed:

@@ -125,7 +125,7 @@ class CpuEngine(Engine):
         return Output(logits, states if self._want_hidden else None, features if len(self._features) else None)
 
     @torch.inference_mode()
-    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
+    def extend_first(self, tokens: Tensor, counts: Tensor) -> Output:
         """One copy brings the outputs to their cells."""
         width = tokens.shape[1]
         logits, states, _, features = self._run_flat(align_right(tokens, counts), counts.tolist(), width)

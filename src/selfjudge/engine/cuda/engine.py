@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Engine, HeadEngine, Output
-from selfjudge.engine.cuda.kernels_torch import Kernels, Packing
+from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
@@ -121,7 +121,7 @@ class CudaEngine(Engine):
     @torch.no_grad()
     def reserve(self, batch: int, length: int) -> None:
         w, slots = self.weights, _count_slots(length)
-        if self.holds(batch, length):
+        if self.rows_held(length) >= batch:
             self.use_rows(batch)
             self.lengths.zero_()
             return
@@ -173,13 +173,28 @@ class CudaEngine(Engine):
         (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
         return replay, tokens, counts, outputs[-1]
 
-    def trim(self) -> None:
-        """Free what is kept for the next prompts."""
+    def trim(self, *, cycles: bool = False) -> None:
+        """Free what is kept for the next prompts, and the captured `cycles`."""
         self._asides.clear()
+        if cycles:
+            self.captured_cycles.clear()
+            self._prefills.clear()
+            self._pool = None
 
-    def holds(self, batch: int, length: int) -> bool:
-        """Whether `reserve` needs no more memory for so many rows of that length."""
-        return self.slots >= _count_slots(length) and len(self._lengths) >= batch
+    def release(self) -> None:
+        """Free the cache, and all graphs that were captured with it."""
+        version = self.version
+        self._reset()
+        self.version = version + 1  # cycles that other engines captured with this cache are not found again
+
+    def rows_held(self, length: int) -> int:
+        """Rows of that length for which `reserve` needs no more memory."""
+        return len(self._lengths) if length <= self.longest else 0
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a row of this cache."""
+        return self.slots - 2
 
     def row_bytes(self, length: int) -> int:
         """Bytes that `reserve` takes for a row of at most `length` tokens."""
@@ -202,7 +217,7 @@ class CudaEngine(Engine):
         keep = width if keep is None else keep
         if not self.slots:
             self.reserve(batch, self.window)
-        x, slot, position = self._begin(tokens, counts, self.lengths)
+        x, slot, position = self._begin(tokens, counts)
         lengths = row_lengths(counts, batch, width)
         allocate = x.new_empty if min(lengths) == width else x.new_zeros  # padding may be left out of passes
         features = allocate(batch, width, len(self._features) * x.shape[2]) if self._features else None
@@ -213,26 +228,16 @@ class CudaEngine(Engine):
         self.lengths.add_(width if counts is None else counts)
         return output
 
-    @torch.no_grad()
-    def extend_first(self, tokens: Tensor, counts: Tensor, total: int | None = None) -> Output:
-        """With `total` below B · T, only attention and the cache know of rows: all else runs over `total` tokens."""
-        batch, width = tokens.shape
-        if total is None or total >= batch * width:
-            output = self.extend(tokens)
-            self.rewind(width - counts)
-            return output
-        packing = Packing.of(counts, width, total)
-        chosen, before = tokens[packing.row, packing.column, None], self.lengths[packing.row] + packing.column
-        x, slot, position = self._begin(chosen, packing.valid, before)
-        features = x.new_empty(total, 1, len(self._features) * x.shape[2]) if self._features else None
-        output = self._forward(x, slot, position, slice(0, batch), 1, features, packing)
-        self.lengths.add_(counts)
-        return output.take(packing.place)
+    def extend_first(self, tokens: Tensor, counts: Tensor) -> Output:
+        """All tokens are computed: a captured pass has one shape."""
+        output = self.extend(tokens)
+        self.rewind(tokens.shape[1] - counts)
+        return output
 
-    def _begin(self, tokens: Tensor, counts: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _begin(self, tokens: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Embed tokens; their slots and positions."""
         w = self.weights
-        x, slot, position = self._kernels.begin(tokens, counts, lengths, self.slots, w.embedding)
+        x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, w.embedding)
         return x if w.embedding_scale == 1 else x.mul_(w.embedding_scale), slot, position
 
     def aside(self) -> Self:
@@ -283,14 +288,7 @@ class CudaEngine(Engine):
         return Output(torch.cat([o.logits for o in outputs]), hidden, features)
 
     def _forward(
-        self,
-        x: Tensor,
-        slot: Tensor,
-        position: Tensor,
-        rows: slice,
-        keep: int,
-        features: Tensor | None,
-        packing: Packing | None = None,
+        self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int, features: Tensor | None
     ) -> Output:
         """Run embedded tokens [B, T, H] through all layers, whose inputs go into `features` where they are wanted.
 
@@ -310,9 +308,9 @@ class CudaEngine(Engine):
                     features[:, :, n * x.shape[1] : (n + 1) * x.shape[1]] = x.view(batch, width, -1)
             q = kernels.rotate(
                 kernels.product(normed, layer.qkv, layer.qkv_bias),
-                self._rotary[layer.table], (slot, position), (keys, values), w.heads, packing, layer.head_norms,
+                self._rotary[layer.table], (slot, position), (keys, values), w.heads, layer.head_norms,
             )  # fmt: skip
-            mixed = kernels.attention(q, keys, values, position, packing, layer.scoring)
+            mixed = kernels.attention(q, keys, values, position, layer.scoring)
             parts = kernels.add(x, mixed, layer.out, layer.out_bias, w.apart)
             normed = kernels.norm(x, parts, layer.mlp_norm, epsilon, layer.attention_after, scale)
             inner = kernels.gated(normed, layer.gate_up, layer.gate_up_bias, w.shape.activation)
@@ -362,22 +360,24 @@ class CudaEngine(Engine):
         side.wait_stream(current)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = []
-        with torch.cuda.stream(side), warnings.catch_warnings(), _no_collection():
-            warnings.simplefilter("ignore")  # a phase may have nothing to do, and its graph be empty
-            for function in functions:  # compile what is new
-                function()
-            restore()
-            side.synchronize()
-            for function in functions:
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool)
-                try:
+        try:
+            with torch.cuda.stream(side), warnings.catch_warnings(), _no_collection():
+                warnings.simplefilter("ignore")  # a phase may have nothing to do, and its graph be empty
+                for function in functions:  # compile what is new
                     function()
-                finally:
-                    graph.capture_end()
-                graphs.append(graph)
-        current.wait_stream(side)
-        restore()
+                restore()
+                side.synchronize()
+                for function in functions:
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(pool=self._pool)
+                    try:
+                        function()
+                    finally:
+                        graph.capture_end()
+                    graphs.append(graph)
+        finally:  # also where there was no memory for it: the caller may free some and try again
+            current.wait_stream(side)
+            restore()
         return [graph.replay for graph in graphs]
 
 
@@ -429,7 +429,7 @@ class CudaHead(CudaEngine, HeadEngine):
             q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()
         if not keep:
             return x.new_empty(batch, 0, len(w.head)), x.view(batch, 0, size)
-        mixed = kernels.attention(q, keys, values, position, None, layer.scoring)
+        mixed = kernels.attention(q, keys, values, position, layer.scoring)
         parts = kernels.add(x, mixed, layer.out, None)
         inner = kernels.gated(kernels.norm(x, parts, layer.mlp_norm, w.epsilon), layer.gate_up)
         parts = kernels.add(x, inner, layer.down, None)

@@ -1,34 +1,12 @@
 """The steps of a pass as torch operations: the contracts that `kernels_triton` keeps as well."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 TensorPair = tuple[Tensor, Tensor]
-
-
-class Packing(NamedTuple):
-    """Where the tokens of a packed pass are: N places hold the tokens of B rows one after another, then padding.
-
-    All of it is computed on the device, so that a captured pass takes any counts whose sum is at most N."""
-
-    row: Tensor  # [N] the row of each place; padding has the last row
-    column: Tensor  # [N] the column of each place in its row
-    valid: Tensor  # [N] 1, or 0 for padding
-    place: Tensor  # [B, T] the place of each cell; cells beyond a row's tokens have that of its last token
-    start: Tensor  # [B+1] the first place of each row, and the end of the last row
-
-    @classmethod
-    def of(cls, counts: Tensor, width: int, total: int) -> Self:
-        """Pack the first counts[b] of `width` tokens of each row into `total` places."""
-        start = F.pad(counts.cumsum(0), (1, 0))
-        places, columns = (torch.arange(n, device=counts.device) for n in (total, width))
-        row = (torch.searchsorted(start, places, right=True) - 1).clamp_max(len(counts) - 1)
-        column = (places - start[row]).clamp_max(width - 1)
-        place = start[:-1, None] + torch.minimum(columns, counts[:, None] - 1)
-        return cls(row, column, (places < start[-1]).long(), place, start)
 
 
 class HeadNorms(NamedTuple):
@@ -63,7 +41,6 @@ def times_weight(wide: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 class Kernels:
     """The steps of a pass as torch operations.
 
-    In a packed pass, the M tokens are those of the `packing`, as rows of T = 1; the cache still has B rows.
     A product may come as parts [S, M, N]; the step that reads it adds them up."""
 
     def begin(
@@ -125,7 +102,6 @@ class Kernels:
         at: TensorPair,
         cache: TensorPair,
         heads: int,
-        packing: Packing | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate queries and keys of [S, M, (Hq+2Hk)·D], cache keys and values; return queries [B, T, Hq, D].
@@ -143,28 +119,15 @@ class Kernels:
             a, b = t.float().chunk(2, -1)
             return (t.float() * c + torch.cat([-b, a], -1) * s).to(t.dtype)
 
-        if packing is not None:
-            keys[packing.row, :, slot[:, 0]] = rotated(k)[:, 0]
-            values[packing.row, :, slot[:, 0]] = v[:, 0]
-            return rotated(q)
         index = slot[:, None, :, None].expand(batch, kv, width, dim)
         keys.scatter_(2, index, rotated(k).transpose(1, 2))
         values.scatter_(2, index, v.transpose(1, 2))
         return rotated(q)
 
     def attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        position: Tensor,
-        packing: Packing | None = None,
-        scoring: Scoring | None = None,
+        self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor, scoring: Scoring | None = None
     ) -> Tensor:
         """[B, T, Hq, D] against the slots up to each query's position → [B·T, Hq·D]"""
-        if packing is not None:
-            grid = self.attention(q[packing.place, 0], keys, values, position[packing.place, 0], None, scoring)
-            return grid.view(*packing.place.shape, -1)[packing.row, packing.column]
         scale, window, cap = scoring or Scoring(q.shape[-1] ** -0.5)
         slot, at = torch.arange(keys.shape[2], device=q.device), position[:, None, :, None]
         seen = (slot <= at) & (slot > at - window) if window else slot <= at

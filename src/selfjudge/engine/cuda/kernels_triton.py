@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from selfjudge.engine.cuda import programs_triton as programs
-from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Packing, Scoring, TensorPair
+from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Scoring, TensorPair
 
 FEW = 32  # rows of a split product; larger products are compute-bound and go to torch
 SHARED_BYTES = 160 << 10  # shared memory that a split product may need; with less, torch does all products
@@ -136,7 +136,6 @@ class TritonKernels(Kernels):
         at: TensorPair,
         cache: TensorPair,
         heads: int,
-        packing: Packing | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
@@ -147,10 +146,10 @@ class TritonKernels(Kernels):
             qkv, norms = self._whole_norms(qkv, norms, keys.dtype), None
         epsilon, columns = (0.0, 0) if norms is None else (norms.epsilon, norms.dim)
         programs.rotate[(batch * width, heads + 2 * kv)](
-            qkv, cosine, sine, slot.contiguous(), position.contiguous(), slot if packing is None else packing.row,
+            qkv, cosine, sine, slot.contiguous(), position.contiguous(),
             *((q, q) if norms is None else (norms.query, norms.key)),
             q, keys, values, width, slots, heads, kv, qkv[0].numel(), epsilon, columns, PARTS=len(qkv), DIM=dim,
-            NORMS=norms is not None, PACKED=packing is not None, num_warps=1, **self._launch(batch * width),
+            NORMS=norms is not None, num_warps=1, **self._launch(batch * width),
         )  # fmt: skip
         return q
 
@@ -166,19 +165,10 @@ class TritonKernels(Kernels):
         return out
 
     def attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        position: Tensor,
-        packing: Packing | None = None,
-        scoring: Scoring | None = None,
+        self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor, scoring: Scoring | None = None
     ) -> Tensor:
-        """What padding of a packed pass gets is undefined: nothing reads it but padding."""
         batch, width, heads, dim = q.shape
         tokens = batch * width
-        if packing is not None:
-            batch, width = packing.place.shape
         kv, slots = keys.shape[1:3]
         group = heads // kv
         scale, window, cap = scoring or Scoring(dim**-0.5)
@@ -197,11 +187,11 @@ class TritonKernels(Kernels):
         out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
         parts = out if splits == 1 else q.new_empty((tokens * heads, splits, dim + 2), dtype=torch.float32)
         programs.attention[(batch, heads // together, blocks * splits)](
-            q, keys, values, position.contiguous(), position if packing is None else packing.start, out, parts,
+            q, keys, values, position.contiguous(), out, parts,
             scale, width, slots, heads, kv, blocks, queries, splits, window, cap,
             GROUP=group, TOGETHER=together, ROWS=max(16, triton.next_power_of_2(queries * together)),
             DIM=dim, BLOCK=32 if exact or splits > 1 else 64, SPLIT=splits > 1, EXACT=exact,
-            WINDOW=window > 0, CAP=cap > 0, PACKED=packing is not None,
+            WINDOW=window > 0, CAP=cap > 0,
             num_warps=2 if splits > 1 and not exact else 4, num_stages=2, **self._launch(tokens),
         )  # fmt: skip
         if splits > 1:

@@ -197,11 +197,11 @@ def gated(
     tl.store(out_at, y.to(y_ptr.dtype.element_ty), mask=real_n[:, None] & real_m[None, :])
 
 
-@run_time("slot_ptr", "position_ptr", "row_ptr", "width")
+@run_time("slot_ptr", "position_ptr", "width")
 def rotate(
-    qkv_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, row_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, v_ptr, width,
+    qkv_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, q_norm_ptr, k_norm_ptr, q_ptr, k_ptr, v_ptr, width,
     slots, heads, kv, step, epsilon, columns,
-    PARTS: tl.constexpr, DIM: tl.constexpr, NORMS: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, DIM: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // width).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
@@ -218,7 +218,6 @@ def rotate(
         a += tl.load(source + i * step + at).to(tl.float32)
         b += tl.load(source + i * step + half + at).to(tl.float32)
     a, b = a.to(q_ptr.dtype.element_ty), b.to(q_ptr.dtype.element_ty)
-    row = tl.load(row_ptr + token) if PACKED else row
     slot = tl.load(slot_ptr + token)
     if head < heads + kv:
         if NORMS:  # of `columns` of a head: the others are zeros
@@ -249,16 +248,15 @@ def rotate(
         tl.store(target + half + at, b)
 
 
-@run_time("position_ptr", "start_ptr", "width", "blocks", "queries", "splits", "window")
+@run_time("position_ptr", "width", "blocks", "queries", "splits", "window")
 def attention(
-    q_ptr, k_ptr, v_ptr, position_ptr, start_ptr, out_ptr, part_ptr, scale, width, slots, heads, kv, blocks, queries,
+    q_ptr, k_ptr, v_ptr, position_ptr, out_ptr, part_ptr, scale, width, slots, heads, kv, blocks, queries,
     splits, window, cap, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    PACKED: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: `queries` tokens times TOGETHER heads of one row against its keys, online softmax.
 
-    PACKED rows have their own numbers of tokens and follow one another, from start_ptr[row] on.
     With SPLIT it reads one of `splits` shares of the keys, and writes the unnormalised sum, the mass and the maximum of
     its share for `combine`."""
     row = tl.program_id(0).to(tl.int64)
@@ -271,9 +269,8 @@ def attention(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first = tl.load(start_ptr + row) if PACKED else row * width
-    count = tl.load(start_ptr + row + 1) - first if PACKED else width
-    real = (index < queries * TOGETHER) & (token < count)
+    first = row * width
+    real = (index < queries * TOGETHER) & (token < width)
     position = tl.load(position_ptr + first + token, mask=real, other=-1)
     line = (first + token) * heads + head
     q = tl.load(q_ptr + line[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
