@@ -268,18 +268,22 @@ def test_neighbours_with_and_without_a_prefix_get_the_answers_of_a_cold_read(pai
     assert first == [cold(pair, prompt, 20, engine=engine, gamma=3) for prompt in prompts]
 
 
+@pytest.mark.parametrize("postponed", [False, True])
 def test_after_many_plain_cycles_the_draft_reads_what_it_left_out(
-    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, postponed: bool
 ) -> None:
-    """The blocks of the target go on, those of the draft end where plain cycles have begun."""
+    """The blocks of the target go on, those of the draft end where plain cycles have begun; it has none where it has
+    never drafted."""
     tiny_pair.target_model.kept.pop("prefixes", None)
     batch, prompt = batch_of(tiny_pair, gamma="auto"), tokens_of(12, 8)
     monkeypatch.setattr("selfjudge.decoding.loop.GammaController.choose", lambda *_: 0)
+    if not postponed:
+        monkeypatch.setattr("selfjudge.decoding.prefill.Prefill.postpones", lambda *_: False)
     (answer,) = run(batch, prompt, tokens=80)
     batch.step()
     with batch._decoding.engines.borrow() as engines:
         target, draft = engines.find_blocks([*prompt, *answer.tokens], "")
-    assert (count_positions(len(target)), count_positions(len(draft))) == (in_blocks(92), in_blocks(12))
+    assert (count_positions(len(target)), count_positions(len(draft))) == (in_blocks(92), in_blocks(0 if postponed else 12))
     longer = [*prompt, *answer.tokens, 5]
     (after,) = run(batch, longer, tokens=3)
     assert after.cached == in_blocks(92)
