@@ -283,7 +283,10 @@ def test_after_many_plain_cycles_the_draft_reads_what_it_left_out(
     batch.step()
     with batch._decoding.engines.borrow() as engines:
         target, draft = engines.find_blocks([*prompt, *answer.tokens], "")
-    assert (count_positions(len(target)), count_positions(len(draft))) == (in_blocks(92), in_blocks(0 if postponed else 12))
+    assert (count_positions(len(target)), count_positions(len(draft))) == (
+        in_blocks(92),
+        in_blocks(0 if postponed else 12),
+    )
     longer = [*prompt, *answer.tokens, 5]
     (after,) = run(batch, longer, tokens=3)
     assert after.cached == in_blocks(92)

@@ -202,13 +202,13 @@ class Prefill:
         groups: list[tuple[int, list[tuple[int, Request]]]] = []  # longest part of a prompt that is read; rows
         for number, request in admitted:
             found = self.engines.find_blocks(request.prompt, request.salt)
-            unread, rows = len(request.prompt) - min(map(count_positions, map(len, found))), [(number, request)]
+            unread, members = len(request.prompt) - min(map(count_positions, map(len, found))), [(number, request)]
             if groups and max(unread, groups[-1][0]) * (len(groups[-1][1]) + 1) <= self.engines.target.chunk:
                 longest, others = groups.pop()
-                unread, rows = max(unread, longest), [*others, *rows]
-            groups.append((unread, rows))
-        for unread, rows in groups:
-            self.groups.append(PrefillGroup(rows, self.engines.target.device))
+                unread, members = max(unread, longest), [*others, *members]
+            groups.append((unread, members))
+        for unread, members in groups:
+            self.groups.append(PrefillGroup(members, self.engines.target.device))
             self.groups[-1].unread = unread
 
     def cancel(self, cancelled: set[int]) -> None:

@@ -51,6 +51,10 @@ class RowCache(Protocol):
     def reserve(self, batch: int, length: int) -> None:
         """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
 
+    def release(self) -> None:
+        """Free the cache, and all graphs that were captured with it."""
+        self.reserve(0, 0)
+
     def aside(self) -> Self:
         """Return the same weights with an empty cache, for prompts whose rows will `join` this one."""
         other = copy.copy(self)

@@ -113,7 +113,6 @@ class Drafter(RowCache):
         return self.engine.version
 
     def release(self) -> None:
-        """Free the cache of a static engine."""
         self.engine.release()
 
     def reserve(self, batch: int, length: int) -> None:
@@ -158,7 +157,7 @@ class Drafter(RowCache):
     def catch_up(self) -> None:
         """Read the prompts that were postponed."""
         if self.postponed:
-            tokens, features = zip(*self.postponed, strict=True)
+            tokens, features = map(list, zip(*self.postponed, strict=True))
             self.postponed = []
             counts = torch.tensor([len(row) for row in tokens], device=self.device)
             states = None if features[0] is None else pad_sequence(features, True, padding_side="left")

@@ -182,7 +182,6 @@ class CudaEngine(Engine):
             self._pool = None
 
     def release(self) -> None:
-        """Free the cache, and all graphs that were captured with it."""
         version = self.version
         self._reset()
         self.version = version + 1  # cycles that other engines captured with this cache are not found again
