@@ -187,12 +187,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
                 continue
         elif not batch.prefill.waits(len(alive), chunk_read):
             chunk_read = True
-            try:
-                batch.prefill.read(len(alive), queue.crowded)
-            except torch.OutOfMemoryError:
-                batch.prefill.begin_again(len(alive))
-                continue
-            if not batch.prefill.ready:
+            if batch.prefill.read(len(alive), queue.crowded) and not batch.prefill.ready:
                 yield Step(0, (), dict.fromkeys(PHASES, 0.0))
             continue
         else:

@@ -217,8 +217,9 @@ class Prefill:
             self.groups.remove(group)
             cancelled.difference_update(group.numbers)
 
-    def read(self, alive: int, crowded: bool) -> None:
+    def read(self, alive: int, crowded: bool) -> bool:
         """Read a chunk of the group with the fewest unread columns; of the oldest, if the last chunk was not its own.
+        Returns whether there was memory for it.
 
         While there are `alive` rows, or other batches wait (`crowded`), a chunk costs about as much as a step."""
         self._held = 0
@@ -227,11 +228,16 @@ class Prefill:
         in_order = self._passed_over or self._one_by_one
         group = self.groups[0] if in_order else min(self.groups, key=lambda group: group.unread)
         self._passed_over = group is not self.groups[0]
-        if not group.begun:
-            group.begin(self.engines.aside(), self.step_tokens, aside=True)
-            group.postpones = self.postpones(alive)
-            group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
-        group.read(chunk if len(group) == 1 else group.width)
+        try:
+            if not group.begun:
+                group.begin(self.engines.aside(), self.step_tokens, aside=True)
+                group.postpones = self.postpones(alive)
+                group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
+            group.read(chunk if len(group) == 1 else group.width)
+        except torch.OutOfMemoryError:
+            self._begin_again(alive)
+            return False
+        return True
 
     def postpones(self, alive: int) -> bool:
         """Whether the draft reads the prompts of a new group when it first drafts: not while it drafts for other rows,
@@ -246,7 +252,7 @@ class Prefill:
         since a chunk was read."""
         return not self.groups or 0 < self._held <= alive or (alive > 0 and chunk_read)
 
-    def begin_again(self, alive: int) -> None:
+    def _begin_again(self, alive: int) -> None:
         """Free what is being read: there was no memory for it. It is read again, prompt by prompt, when one of the
         `alive` rows has left. A prompt that finds no memory without rows and other prompts is given up."""
         device, begun = self.engines.target.device, [group for group in self.groups if group.begun]
