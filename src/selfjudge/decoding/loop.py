@@ -160,7 +160,7 @@ def _time_cycles(engines: BatchEngines, costs: CostTable, rows: int) -> None:
 
 def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Iterator[Step]:
     """Alternate chunks of prompts with cycles of the live rows, until no row is left and none waits."""
-    target, number = batch.engines.target, 0
+    number = 0
     chunk_read = False  # since the last cycle
     in_flight: deque[_StartedCycle] = deque()
     while True:
@@ -195,8 +195,8 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
             if (started := batch.run(number + 1)) is not None:
                 number += 1
                 in_flight.append(started)
-                if target.static and len(in_flight) < 2 and not batch.rows.live_edits:
-                    continue  # the device works on the next cycle while the host reads this one
+                if len(in_flight) < batch.most_in_flight:
+                    continue
             elif not in_flight:
                 batch.free_memory(alive)
                 continue
@@ -301,6 +301,11 @@ class _LiveBatch:
         self.changed = True
         self.may_capture = not alive or not self.chooser.is_ready(len(self.rows), self.cycle)
         return replace(step, cached=dict(zip(group.numbers, group.cached[0], strict=True)))
+
+    @property
+    def most_in_flight(self) -> int:
+        """Cycles that may have been started: the device of a static engine works on one while the host reads another."""
+        return 2 if self.engines.target.static and not self.rows.live_edits else 1
 
     def is_too_wide(self, alive: list[int]) -> bool:
         """Whether the live rows are better off in a smaller batch."""
