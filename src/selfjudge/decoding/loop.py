@@ -304,7 +304,7 @@ class _LiveBatch:
 
     @property
     def most_in_flight(self) -> int:
-        """Cycles that may have been started: the device of a static engine works on one while the host reads another."""
+        """Cycles that may have been started: a static engine works on one while the host reads another."""
         return 2 if self.engines.target.static and not self.rows.live_edits else 1
 
     def is_too_wide(self, alive: list[int]) -> bool:
