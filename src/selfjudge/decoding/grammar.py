@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selfjudge.decoding.edits import RowEdits
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.pair import Pair
 
@@ -106,11 +107,6 @@ class Grammar:
         """The edit of one answer, which begins where this one is."""
         return Grammar(self.matcher.deep_copy(), self.eos_ids)
 
-    @property
-    def error(self) -> str | None:
-        """Why the grammar was given up; the answer then ended there."""
-        return _reason(self.matcher) if self.matcher.is_error() else None
-
     def edit(self, logits: Tensor, drafts: Sequence[int]) -> None:
         """Mask the rows up to the first draft that the grammar refuses: no row after it can be reached."""
         masks, matcher = [self.matcher.compute_bitmask()], self.matcher
@@ -126,6 +122,14 @@ class Grammar:
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.matcher.try_consume_tokens([token for token in tokens if token not in self.eos_ids])
+
+
+def check_edits(edits: RowEdits) -> None:
+    """Refuse an answer whose grammar was given up: it ended there."""
+    for edit in edits:
+        if isinstance(edit, Grammar) and edit.matcher.is_error():
+            reason = _reason(edit.matcher)
+            raise SelfJudgeError(f"the schema or grammar was given up in the middle of an answer: {reason}")
 
 
 @lru_cache(8)
