@@ -101,7 +101,7 @@ def test_rows_after_a_refused_draft_or_the_end_are_left_alone(speller: Pair, gra
     edit.edit(last, [END])
     assert last[0].isfinite().nonzero().tolist() == [[END]]
     edit.advance([END])
-    assert edit.error is None
+    assert not edit.matcher.is_error()
 
 
 @pytest.mark.parametrize("rule", ["margin:50", "topk:9", Margin(50.0)])

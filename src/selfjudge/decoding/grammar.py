@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.decoding.edits import RowEdits
+from selfjudge.decoding.schemas import check_end, check_multiples, list_schemas
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.pair import Pair
 
@@ -80,11 +81,19 @@ def _compiler(library: Any, pair: Pair) -> Any:
 
     @lru_cache(64)
     def compile_text(text: str) -> Grammar:
+        schemas = [*list_schemas(text)]
+        for schema in schemas:
+            check_multiples(schema)
         matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether there is a first token
         if matcher.is_error():
             raise SelfJudgeError(f"the grammar or schema cannot be used: {_reason(matcher)}")
+        try:
+            for schema in schemas:
+                check_end(schema)
+        except RecursionError:
+            raise SelfJudgeError("the schema is nested too deeply") from None
         return Grammar(matcher, pair.eos_ids)
 
     return compile_text
