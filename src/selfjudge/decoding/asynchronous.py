@@ -15,7 +15,6 @@ from typing import Any, Unpack
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.grammar import check_edits
-from selfjudge.decoding.rule_parser import load_judge
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import AnswerOptions, Batch, Decoding, DecodingOptions, prepare, share_rules, shares
 from selfjudge.errors import SelfJudgeError, first_line
@@ -48,9 +47,8 @@ class AsyncBatch(AbstractAsyncContextManager):
     ) -> None:
         """As for `Batch`, with the rule of requests that name none. Beside rules exact, margin, judged and sampling
         requests may name another one of these."""
-        own, named = Decoding(pair, rule, **options), options.get("judge")
-        judge: Any = own.rule.judge or (pair.judge if named is None else load_judge(named))
-        fits = shares(shared := share_rules(pair, judge), own.rule, own.gamma)
+        own = Decoding(pair, rule, **options)
+        fits = shares(shared := share_rules(pair, own.rule.judge or pair.judge), own.rule, own.gamma)
         limits: Any = {"rows": rows, "length": length, "prefix_cache": prefix_cache, "engine": own.engines.kind}
         self._shared, self._pair, self._rule = shared if fits else None, pair, own.rule
         self._batch = Batch(pair, own.rule, gamma=own.gamma, trace=own.trace, shared=self._shared, **limits)

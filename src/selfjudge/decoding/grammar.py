@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from selfjudge.decoding.edits import RowEdits
-from selfjudge.decoding.schemas import check_end, check_multiples, list_schemas
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.pair import Pair
 
@@ -30,14 +32,69 @@ WHITESPACE = r" |\n[ \t]{0,24}"
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 20_000, "max_grammar_size": 100_000}
 """What llguidance may spend: about a second for a grammar, 10 ms for a mask, and 40 MB for the states of an answer."""
 
+MOST_MULTIPLE = 20_000  # states that `multipleOf` may have, which are listed while a grammar is compiled: 0.2 s
+MOST_ROUNDS = 50  # of looking for an end in a schema: each takes what the one before has found
+
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
     """JSON of a schema as a part of a Lark grammar; unless `strict`, keywords that cannot be enforced are ignored."""
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
     try:
+        check_end(schema)
         return f"%json {json.dumps({**schema, 'x-guidance': options})}"
     except RecursionError:
         raise SelfJudgeError("the schema is nested too deeply") from None
+
+
+def check_end(schema: Mapping[str, Any]) -> None:
+    """Refuse a schema that recurses in every value, so that none ends. What is malformed is left to llguidance."""
+    known: set[str] = set()  # references that a value with an end fits
+    asked: set[str] = set()  # in this round
+
+    def ends(node: Any) -> bool:
+        if not isinstance(node, dict) or "enum" in node or "const" in node:
+            return node is not False
+        kinds, least, first = node.get("type", "null"), node.get("minItems", 0), node.get("prefixItems", [])
+        rest, fields = node.get("additionalProperties", True), node.get("properties", {})
+        inner = {
+            "object": [fields.get(name, rest) for name in node.get("required", ())],
+            "array": [*first[:least], *([node.get("items", True)] if least > len(first) else [])],
+        }
+        return (
+            any(all(map(ends, inner.get(kind, ()))) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+            and all(map(ends, node.get("allOf", ())))
+            and all(any(map(ends, node[key])) for key in ("anyOf", "oneOf") if node.get(key))
+            and ("$ref" not in node or leads_to_end(node["$ref"]))
+        )
+
+    def leads_to_end(reference: str) -> bool:
+        if reference not in known and reference not in asked:
+            asked.add(reference)
+            node: Any = schema
+            for part in unquote(reference).removeprefix("#").split("/")[1:]:
+                node = node[int(part) if isinstance(node, list) else part.replace("~1", "/").replace("~0", "~")]
+            if ends(node):
+                known.add(reference)
+        return reference in known
+
+    with suppress(LookupError, ValueError, TypeError, AttributeError):
+        for _ in range(MOST_ROUNDS):
+            before = len(known)
+            asked.clear()
+            if ends(schema):
+                return
+            if len(known) == before:
+                raise SelfJudgeError("the schema recurses without end: no answer can fit it")
+
+
+def _check_multiples(text: str) -> None:
+    """Refuse a grammar that would be compiled for hours. Its schemas may be JSON in JSON."""
+    plain, whole = re.sub(r"\\+u00([2-7][\da-fA-F])", lambda found: chr(int(found[1], 16)), text), 1
+    for number in re.findall(r'"multipleOf\\*"(?:\s|\\+[nrt])*:(?:\s|\\+[nrt])*([\d.]+)', plain):
+        digits = number.replace(".", "").strip("0")[:20]  # powers of ten cost nothing
+        whole = math.lcm(whole, int(digits or 1))
+        if whole > MOST_MULTIPLE:
+            raise SelfJudgeError(f"multipleOf: the least common multiple of all is above {MOST_MULTIPLE}")
 
 
 def grammar_text(kind: str, value: Any, *, strict: bool = True) -> str:
@@ -81,19 +138,12 @@ def _compiler(library: Any, pair: Pair) -> Any:
 
     @lru_cache(64)
     def compile_text(text: str) -> Grammar:
-        schemas = [*list_schemas(text)]
-        for schema in schemas:
-            check_multiples(schema)
+        _check_multiples(text)
         matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether there is a first token
         if matcher.is_error():
             raise SelfJudgeError(f"the grammar or schema cannot be used: {_reason(matcher)}")
-        try:
-            for schema in schemas:
-                check_end(schema)
-        except RecursionError:
-            raise SelfJudgeError("the schema is nested too deeply") from None
         return Grammar(matcher, pair.eos_ids)
 
     return compile_text
