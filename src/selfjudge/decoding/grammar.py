@@ -33,7 +33,7 @@ LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_state
 """What llguidance may spend: about a second for a grammar, 10 ms for a mask, and 40 MB for the states of an answer."""
 
 MOST_MULTIPLE = 20_000  # states that `multipleOf` may have, which are listed while a grammar is compiled: 0.2 s
-MOST_ROUNDS = 50  # of looking for an end in a schema: each takes what the one before has found
+MOST_ROUNDS = 10  # of looking for an end in a schema: each takes what the one before has found
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
