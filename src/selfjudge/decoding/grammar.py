@@ -48,43 +48,56 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
 
 def check_end(schema: Mapping[str, Any]) -> None:
     """Refuse a schema that recurses in every value, so that none ends. What is malformed is left to llguidance."""
-    known: set[str] = set()  # references that a value with an end fits
-    asked: set[str] = set()  # in this round
-
-    def ends(node: Any) -> bool:
-        if not isinstance(node, dict) or "enum" in node or "const" in node:
-            return node is not False
-        kinds, least, first = node.get("type", "null"), node.get("minItems", 0), node.get("prefixItems", [])
-        rest, fields = node.get("additionalProperties", True), node.get("properties", {})
-        inner = {
-            "object": [fields.get(name, rest) for name in node.get("required", ())],
-            "array": [*first[:least], *([node.get("items", True)] if least > len(first) else [])],
-        }
-        return (
-            any(all(map(ends, inner.get(kind, ()))) for kind in ([kinds] if isinstance(kinds, str) else kinds))
-            and all(map(ends, node.get("allOf", ())))
-            and all(any(map(ends, node[key])) for key in ("anyOf", "oneOf") if node.get(key))
-            and ("$ref" not in node or leads_to_end(node["$ref"]))
-        )
-
-    def leads_to_end(reference: str) -> bool:
-        if reference not in known and reference not in asked:
-            asked.add(reference)
-            node: Any = schema
-            for part in unquote(reference).removeprefix("#").split("/")[1:]:
-                node = node[int(part) if isinstance(node, list) else part.replace("~1", "/").replace("~0", "~")]
-            if ends(node):
-                known.add(reference)
-        return reference in known
-
+    search = _EndSearch(schema)
     with suppress(LookupError, ValueError, TypeError, AttributeError):
         for _ in range(MOST_ROUNDS):
-            before = len(known)
-            asked.clear()
-            if ends(schema):
+            before = len(search.known)
+            search.asked.clear()
+            if search.ends(schema):
                 return
-            if len(known) == before:
+            if len(search.known) == before:
                 raise SelfJudgeError("the schema recurses without end: no answer can fit it")
+
+
+class _EndSearch:
+    """Rounds over a schema, for values that end."""
+
+    def __init__(self, schema: Any) -> None:
+        self.schema = schema
+        self.known: set[str] = set()  # references that a value with an end fits
+        self.asked: set[str] = set()  # in this round
+
+    def ends(self, node: Any) -> bool:
+        if not isinstance(node, dict) or "enum" in node or "const" in node:
+            return node is not False
+        kinds = node.get("type", "null")  # where none is named, a value that is neither object nor array fits
+        return (
+            any(
+                all(map(self.ends, _list_needed(node, kind))) for kind in ([kinds] if isinstance(kinds, str) else kinds)
+            )
+            and all(map(self.ends, node.get("allOf", ())))
+            and all(any(map(self.ends, node[key])) for key in ("anyOf", "oneOf") if node.get(key))
+            and ("$ref" not in node or self._leads_to_end(node["$ref"]))
+        )
+
+    def _leads_to_end(self, reference: str) -> bool:
+        if reference not in self.known and reference not in self.asked:
+            self.asked.add(reference)
+            node = self.schema
+            for part in unquote(reference).removeprefix("#").split("/")[1:]:
+                node = node[int(part) if isinstance(node, list) else part.replace("~1", "/").replace("~0", "~")]
+            if self.ends(node):
+                self.known.add(reference)
+        return reference in self.known
+
+
+def _list_needed(node: Mapping[str, Any], kind: str) -> list[Any]:
+    """The schemas of what every object or array of a schema has in it."""
+    if kind == "object":
+        rest, fields = node.get("additionalProperties", True), node.get("properties", {})
+        return [fields.get(name, rest) for name in node.get("required", ())]
+    least, first = node.get("minItems", 0) if kind == "array" else 0, node.get("prefixItems", [])
+    return [*first[:least], *([node.get("items", True)] if least > len(first) else [])]
 
 
 def _check_multiples(text: str) -> None:
