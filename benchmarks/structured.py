@@ -9,7 +9,7 @@ processor time: use one thread (OMP_NUM_THREADS=1). Also: what bad input costs t
 from __future__ import annotations
 
 import argparse
-import contextlib
+import asyncio
 import json
 import math
 import os
@@ -29,10 +29,10 @@ import selfjudge
 from selfjudge.decoding.cycle import Cycle
 from selfjudge.decoding.edits import VerifiedLogits
 from selfjudge.decoding.grammar import Grammar
-from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.asgi import RefusedError
-from selfjudge.integrations.server.api import SHORT_BODY
-from selfjudge.integrations.server.schema import ChatRequest
+from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.integrations.server.api import make_app
+from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.scheduler import start_scheduler
 from selfjudge.store import parse_json
 
 TOPICS = (
@@ -148,33 +148,70 @@ def run(
     }  # fmt: skip
 
 
-def time_bad_input() -> dict[str, float]:
-    """Seconds of processor time on the event loop until a body is refused, or handed to the thread that compiles its grammar."""
+def list_bad_bodies() -> dict[str, dict[str, Any]]:
+    """What nobody should send."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     nested: dict[str, Any] = {"type": "string"}
     for _ in range(40):
         nested = {"type": "array", "items": nested}
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": nested}}
-    bodies = {
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    links = {str(i): {"type": "array", "minItems": 1, "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(400)}
+    return {
         "10,000 tools": {"tools": [tool] * 10_000}, "tools without names": {"tools": [{"type": "function", "function": {}}] * 128},
         "impossible schema": {"guided_json": {"type": "string", "minLength": 2, "maxLength": 1}}, "recursive schema": {"guided_json": {"$ref": "#"}},
-        "regex bomb": {"guided_regex": "(" * 5000 + "a" + ")" * 5000}, "deep schema": {"response_format": schema},
+        "endless schema": {"guided_json": endless}, "400 references": {"guided_json": {"$defs": links, "$ref": "#/$defs/0"}},
+        "huge multipleOf": {"guided_json": {"type": "integer", "multipleOf": 99_999_999}}, "regex bomb": {"guided_regex": "(" * 5000 + "a" + ")" * 5000},
+        "regex of many states": {"guided_regex": "(?:a?){2000}a{2000}"}, "deep schema": {"response_format": schema},
         "schema of 900 kB": {"guided_json": {"enum": [f"{i:06}" for i in range(90_000)]}}, "n = 1,000": {"n": 1000},
     }  # fmt: skip
-    worst = {}
-    for name, body in bodies.items():
-        text = json.dumps({"messages": [{"role": "user", "content": "x"}], **body})
-        times = []
-        for _ in range(5):
-            start = time.process_time()
-            value = parse_json(text)
-            if len(text) > SHORT_BODY:  # a thread reads it
-                start = time.process_time()
-            with contextlib.suppress(ValueError, RefusedError, SelfJudgeError):
-                ChatRequest.model_validate(value)
-            times.append(time.process_time() - start)
-        worst[name] = statistics.median(times)
-    return worst
+
+
+def time_bad_input(pair: selfjudge.Pair) -> dict[str, dict[str, float]]:
+    """Of every bad body its status, the processor time of the event loop's thread, and the longest time for which the
+    loop did nothing else, waiting for other threads included: the server's application, without sockets."""
+    config = ServerConfig(default_rule=RuleRequest("exact", gamma=2), max_context=1024, max_tokens=64)
+    scheduler = start_scheduler(pair, None, config)
+    app = make_app(scheduler, None)
+
+    async def ask(body: bytes) -> int:
+        path, headers = "/v1/chat/completions", [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+                 "headers": [*headers, (b"content-length", str(len(body)).encode())], "http_version": "1.1"}  # fmt: skip
+        messages, status, over = [{"type": "http.request", "body": body, "more_body": False}], 0, asyncio.Event()
+
+        async def receive() -> Any:
+            if not messages:
+                await over.wait()
+                return {"type": "http.disconnect"}
+            return messages.pop()
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+
+        await app(scope, receive, send)
+        over.set()
+        return status
+
+    async def time_one(body: bytes) -> tuple[int, float, float]:
+        longest, task, cpu = 0.0, asyncio.ensure_future(ask(body)), time.thread_time()
+        last = time.perf_counter()
+        while not task.done():
+            await asyncio.sleep(0.0005)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        return task.result(), time.thread_time() - cpu, longest
+
+    figures = {}
+    for name, body in list_bad_bodies().items():
+        data = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 16, **body}).encode()
+        runs = [asyncio.run(time_one(data)) for _ in range(5)]
+        figures[name] = {
+            "status": runs[0][0], "processor_seconds": statistics.median(run[1] for run in runs), "longest_seconds": min(run[2] for run in runs),
+        }  # fmt: skip
+    scheduler.stop()
+    return figures
 
 
 def main() -> None:
@@ -193,7 +230,7 @@ def main() -> None:
     result = {
         "pair": options.pair, "dtype": pair.dtype, "device": pair.target.device.type, "gamma": options.gamma,
         "max_new_tokens": options.max_new_tokens, "schemas": options.schemas, "prompts": options.prompts,
-        **run(pair, cases, options.gamma, options.max_new_tokens, options.minutes), "event_loop_seconds": time_bad_input(),
+        **run(pair, cases, options.gamma, options.max_new_tokens, options.minutes), "event_loop": time_bad_input(pair),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads", "date": datetime.now(UTC).date().isoformat(),
         "versions": {"torch": torch.__version__, "llguidance": llguidance.__version__ if hasattr(llguidance, "__version__") else llguidance.get_version()},
     }  # fmt: skip

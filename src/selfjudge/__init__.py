@@ -19,6 +19,7 @@ if "OMP_WAIT_POLICY" not in _os.environ:
 
 if TYPE_CHECKING:
     from selfjudge.decoding.admission import AdmissionQueue as AdmissionQueue, Request as Request
+    from selfjudge.decoding.asynchronous import AsyncBatch as AsyncBatch, AsyncStream as AsyncStream
     from selfjudge.decoding.loop import decode as decode
     from selfjudge.decoding.rule_parser import RuleRequest as RuleRequest, resolve_rule as resolve_rule
     from selfjudge.decoding.rules import (

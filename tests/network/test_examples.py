@@ -38,5 +38,5 @@ def test_examples_run(
 def test_every_example_is_listed_and_tried() -> None:
     listed = (FOLDER / "README.md").read_text(encoding="utf-8")
     scripts = sorted(path.name for path in FOLDER.glob("*.py"))
-    assert scripts == ["certified_rule.py", "custom_rule.py", "judged_answer.py", "token_loop.py"]
+    assert scripts == ["agent.py", "certified_rule.py", "custom_rule.py", "judged_answer.py", "token_loop.py"]
     assert all(f"({name})" in listed for name in scripts)

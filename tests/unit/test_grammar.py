@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import jsonschema_rs
 import pytest
@@ -15,7 +16,7 @@ import selfjudge
 from conftest import VOCAB, tiny_head, tiny_model
 from editing import greedy_under
 from selfjudge.decoding.admission import Request
-from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text
+from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text, json_rule
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import Exact, Margin
 from selfjudge.engine.draft import BatchEngines
@@ -101,7 +102,7 @@ def test_rows_after_a_refused_draft_or_the_end_are_left_alone(speller: Pair, gra
     edit.edit(last, [END])
     assert last[0].isfinite().nonzero().tolist() == [[END]]
     edit.advance([END])
-    assert edit.error is None
+    assert not edit.matcher.is_error()
 
 
 @pytest.mark.parametrize("rule", ["margin:50", "topk:9", Margin(50.0)])
@@ -193,3 +194,41 @@ def test_the_command_reads_a_schema(speller: Pair, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["generate", "x", "--schema", str(file), "--json", *models])
     assert result.exit_code == 0, result.output
     jsonschema_rs.validate(SCHEMA, json.loads(json.loads(result.stdout)["text"]))
+
+
+ENDLESS: list[dict[str, Any]] = [
+    {"$ref": "#"}, {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}},
+    {"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "array", "minItems": 2, "prefixItems": [True, {"$ref": "#"}]},
+    {"anyOf": [{"$ref": "#/$defs/a~1b"}, False], "$defs": {"a/b": {"allOf": [{"$ref": "#/$defs/c"}]}, "c": {"type": ["array"], "minItems": 1, "items": {"$ref": "#"}}}},
+]  # fmt: skip
+ENDING: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"$ref": "#"}}}, {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "array", "items": {"$ref": "#"}},
+    {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"$ref": "#/$defs/nothing"}, {"required": 3}, {"anyOf": [{"$ref": "#"}, {"const": 1}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]}, "b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/c"}}, "c": {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}},
+    {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} if i < 100 else {} for i in range(101)}},
+]  # fmt: skip
+
+
+def test_schemas_that_recurse_without_end_are_told_from_those_that_end() -> None:
+    for schema in ENDLESS:
+        with pytest.raises(SelfJudgeError, match="recurses without end"):
+            json_rule(schema)
+    for schema in ENDING:
+        assert json_rule(schema)
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"allOf": [deep]}
+    with pytest.raises(SelfJudgeError, match="too deeply"):
+        json_rule(deep)
+
+
+@pytest.mark.parametrize("multiples", [[99_999_999], [9973, 9967], [0.0099991, 3], [0, 1000003]])
+def test_schemas_that_would_be_compiled_for_hours_are_refused(speller: Pair, multiples: list[float]) -> None:
+    schema = {"allOf": [{"type": "number", "multipleOf": number} for number in multiples]}
+    with pytest.raises(SelfJudgeError, match="multipleOf"):
+        compile_grammar(speller, grammar_text("json", schema))
+    fits = {
+        "type": "object",
+        "properties": {str(n): {"type": "number", "multipleOf": n} for n in (0.01, 5, 60, 1e9, 365)},
+    }
+    assert compile_grammar(speller, grammar_text("json", fits))

@@ -112,6 +112,8 @@ class Answer:
         return new
 
     def generation(self) -> Generation:
+        if self.out_of_memory:
+            raise SelfJudgeError("the device has no memory for this request: shorten it, or try again later")
         if self.finish is None:
             raise SelfJudgeError("the answer is not finished: read the whole stream first")
         return Generation(

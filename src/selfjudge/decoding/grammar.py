@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from selfjudge.decoding.edits import RowEdits
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.pair import Pair
 
@@ -28,14 +32,82 @@ WHITESPACE = r" |\n[ \t]{0,24}"
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 20_000, "max_grammar_size": 100_000}
 """What llguidance may spend: about a second for a grammar, 10 ms for a mask, and 40 MB for the states of an answer."""
 
+MOST_MULTIPLE = 20_000  # states that `multipleOf` may have, which are listed while a grammar is compiled: 0.2 s
+MOST_ROUNDS = 10  # of looking for an end in a schema: each takes what the one before has found
+
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
     """JSON of a schema as a part of a Lark grammar; unless `strict`, keywords that cannot be enforced are ignored."""
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
     try:
+        check_end(schema)
         return f"%json {json.dumps({**schema, 'x-guidance': options})}"
     except RecursionError:
         raise SelfJudgeError("the schema is nested too deeply") from None
+
+
+def check_end(schema: Mapping[str, Any]) -> None:
+    """Refuse a schema that recurses in every value, so that none ends. What is malformed is left to llguidance."""
+    search = _EndSearch(schema)
+    with suppress(LookupError, ValueError, TypeError, AttributeError):
+        for _ in range(MOST_ROUNDS):
+            before = len(search.known)
+            search.asked.clear()
+            if search.ends(schema):
+                return
+            if len(search.known) == before:
+                raise SelfJudgeError("the schema recurses without end: no answer can fit it")
+
+
+class _EndSearch:
+    """Rounds over a schema, for values that end."""
+
+    def __init__(self, schema: Any) -> None:
+        self.schema = schema
+        self.known: set[str] = set()  # references that a value with an end fits
+        self.asked: set[str] = set()  # in this round
+
+    def ends(self, node: Any) -> bool:
+        if not isinstance(node, dict) or "enum" in node or "const" in node:
+            return node is not False
+        kinds = node.get("type", "null")  # where none is named, a value that is neither object nor array fits
+        return (
+            any(
+                all(map(self.ends, _list_needed(node, kind))) for kind in ([kinds] if isinstance(kinds, str) else kinds)
+            )
+            and all(map(self.ends, node.get("allOf", ())))
+            and all(any(map(self.ends, node[key])) for key in ("anyOf", "oneOf") if node.get(key))
+            and ("$ref" not in node or self._leads_to_end(node["$ref"]))
+        )
+
+    def _leads_to_end(self, reference: str) -> bool:
+        if reference not in self.known and reference not in self.asked:
+            self.asked.add(reference)
+            node = self.schema
+            for part in unquote(reference).removeprefix("#").split("/")[1:]:
+                node = node[int(part) if isinstance(node, list) else part.replace("~1", "/").replace("~0", "~")]
+            if self.ends(node):
+                self.known.add(reference)
+        return reference in self.known
+
+
+def _list_needed(node: Mapping[str, Any], kind: str) -> list[Any]:
+    """The schemas of what every object or array of a schema has in it."""
+    if kind == "object":
+        rest, fields = node.get("additionalProperties", True), node.get("properties", {})
+        return [fields.get(name, rest) for name in node.get("required", ())]
+    least, first = node.get("minItems", 0) if kind == "array" else 0, node.get("prefixItems", [])
+    return [*first[:least], *([node.get("items", True)] if least > len(first) else [])]
+
+
+def _check_multiples(text: str) -> None:
+    """Refuse a grammar that would be compiled for hours. Its schemas may be JSON in JSON."""
+    plain, whole = re.sub(r"\\+u00([2-7][\da-fA-F])", lambda found: chr(int(found[1], 16)), text), 1
+    for number in re.findall(r'"multipleOf\\*"(?:\s|\\+[nrt])*:(?:\s|\\+[nrt])*([\d.]+)', plain):
+        digits = number.replace(".", "").strip("0")[:20]  # powers of ten cost nothing
+        whole = math.lcm(whole, int(digits or 1))
+        if whole > MOST_MULTIPLE:
+            raise SelfJudgeError(f"multipleOf: the least common multiple of all is above {MOST_MULTIPLE}")
 
 
 def grammar_text(kind: str, value: Any, *, strict: bool = True) -> str:
@@ -79,6 +151,7 @@ def _compiler(library: Any, pair: Pair) -> Any:
 
     @lru_cache(64)
     def compile_text(text: str) -> Grammar:
+        _check_multiples(text)
         matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether there is a first token
@@ -106,11 +179,6 @@ class Grammar:
         """The edit of one answer, which begins where this one is."""
         return Grammar(self.matcher.deep_copy(), self.eos_ids)
 
-    @property
-    def error(self) -> str | None:
-        """Why the grammar was given up; the answer then ended there."""
-        return _reason(self.matcher) if self.matcher.is_error() else None
-
     def edit(self, logits: Tensor, drafts: Sequence[int]) -> None:
         """Mask the rows up to the first draft that the grammar refuses: no row after it can be reached."""
         masks, matcher = [self.matcher.compute_bitmask()], self.matcher
@@ -126,6 +194,14 @@ class Grammar:
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.matcher.try_consume_tokens([token for token in tokens if token not in self.eos_ids])
+
+
+def check_edits(edits: RowEdits) -> None:
+    """Refuse an answer whose grammar was given up: it ended there."""
+    for edit in edits:
+        if isinstance(edit, Grammar) and edit.matcher.is_error():
+            reason = _reason(edit.matcher)
+            raise SelfJudgeError(f"the schema or grammar was given up in the middle of an answer: {reason}")
 
 
 @lru_cache(8)

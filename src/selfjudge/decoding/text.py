@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast, overload
 
-from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.admission import AdmissionQueue, Request, limit_request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
 from selfjudge.decoding.cycle import CAPTURED_CYCLES
 from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.gamma import MAX_AUTO_GAMMA
-from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text
+from selfjudge.decoding.grammar import Grammar, check_edits, compile_grammar, grammar_text
 from selfjudge.decoding.guards import asks_for_structure, structure_of
 from selfjudge.decoding.loop import decode, find_statistics, measure_costs
 from selfjudge.decoding.prefill import Prefill
@@ -111,7 +111,7 @@ def generate(
         raise SelfJudgeError(f"`batch` must be at least 1, not {batch}")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
     all_prompts = cast("Sequence[Prompt]", [prompts] if single else prompts)
-    decoding, requests = _prepare(pair, all_prompts, rule, options)
+    decoding, requests = prepare(pair, all_prompts, rule, options)
     results = decoding.answer(requests, batch, stop)
     return results[0] if single else results
 
@@ -121,21 +121,26 @@ def stream(
 ) -> Stream:
     """Answer one prompt token by token; a rule and options as for `generate`."""
     stop = options.pop("stop", ())
-    decoding, (request,) = _prepare(pair, [prompt], rule, options)
+    decoding, (request,) = prepare(pair, [prompt], rule, options)
     answer = Answer(pair.tokenizer, stop, len(request.prompt))
     return Stream(answer, decoding.steps([decoding.examine(request)], {0: answer}))
 
 
-def _prepare(
-    pair: Pair, prompts: Sequence[Prompt], rule: str | AcceptanceRule | None, options: Any
+def prepare(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    rule: str | AcceptanceRule | None,
+    options: Any,
+    encode: Callable[..., list[int]] | None = None,
 ) -> tuple[Decoding, list[Request]]:
-    """What decodes under these options, and the requests that they describe."""
+    """What decodes under these options, and the requests that they describe. `encode` is the pair's own by default."""
+    encode = encode or pair.encode
     limit, raw = options.pop("max_new_tokens", 256), options.pop("raw", False)
     seed, seeds, grammar = options.pop("seed", None), options.pop("seeds", None), _read_grammar(pair, options)
     seeded = seed is not None or seeds is not None
     seeds = [row_seed(seed or 0, i) for i in range(len(prompts))] if seeds is None else seeds
     requests = [
-        Request(pair.encode(prompt, raw=raw), limit, seeds[i], edits=(grammar.begin(),) if grammar else ())
+        Request(encode(prompt, raw=raw), limit, seeds[i], edits=(grammar.begin(),) if grammar else ())
         for i, prompt in enumerate(prompts)
     ]
     return Decoding(pair, rule, seeded=seeded, constrained=bool(grammar), **options), requests
@@ -213,7 +218,8 @@ class Batch:
         streamed = streamed or bool(stop or stop_ids)
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids)
         request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos, edits=edits, salt=salt)
-        self._queue.put(self._decoding.examine(self._decoding.complete(request, rule, gamma, trace)))
+        request = limit_request(self._decoding.complete(request, rule, gamma, trace), self._decoding.pair.window)
+        self._queue.put(self._decoding.examine(request))
         self._answers[self._next] = answer
         self._next += 1
         return answer
@@ -389,9 +395,8 @@ class Decoding:
                     warned = True
                     warnings.warn("non-finite logits or hidden states: alignment alone decided there", stacklevel=2)
                 yield _hand_out(step, answers, dropped)
-        for edit in (edit for request in requests if queue is None for edit in request.edits):
-            if isinstance(edit, Grammar) and edit.error:
-                raise SelfJudgeError(f"the grammar was given up in the middle of an answer: {edit.error}")
+        for request in requests if queue is None else ():
+            check_edits(request.edits)
 
 
 def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> StepOutput:

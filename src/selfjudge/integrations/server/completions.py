@@ -20,7 +20,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from selfjudge.decoding.adjust import LogProbabilities
-from selfjudge.decoding.grammar import Grammar, compile_grammar
+from selfjudge.decoding.grammar import Grammar, check_edits, compile_grammar
 from selfjudge.decoding.rules import FLy
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import row_seed
@@ -72,7 +72,7 @@ class Encoder:
 
     async def compile(self, body: CompletionRequest) -> Grammar | None:
         """The grammar of a request's answers."""
-        if not body.is_formed:
+        if body.form is None:
             return None
         read = partial(read_grammar, self.pair, body, self.tool_format)
         return await asyncio.get_running_loop().run_in_executor(self._compiling, read)
@@ -234,9 +234,11 @@ class Completion:
         number, update = await self.updates.get()
         if update.failure:
             raise RefusedError(*FAILURES[update.failure])
-        for edit in self.jobs[number].edits if update.result is not None else ():
-            if isinstance(edit, Grammar) and edit.error:
-                raise RefusedError(400, f"the schema or grammar was given up in the middle of an answer: {edit.error}")
+        if update.result is not None:
+            try:
+                check_edits(self.jobs[number].edits)
+            except SelfJudgeError as error:
+                raise RefusedError(400, str(error), param=self.body.form) from None
         return number, update
 
     async def _whole(self) -> Fields:

@@ -65,7 +65,7 @@ def read_grammar(pair: Pair, body: CompletionRequest, written: ToolFormat | None
         free = body.tool_choice in (None, "auto")
         return compile_grammar(pair, written.grammar(functions, content if free else None, several))
     except SelfJudgeError as error:
-        raise RefusedError(400, str(error), param="tools" if tools else form and form.param) from None
+        raise RefusedError(400, str(error), param=body.form) from None
 
 
 class TokenTexts:

@@ -298,8 +298,8 @@ class CompletionRequest(Strict):
             ("stream_options", self.stream_options is not None and not self.stream, "needs stream: true"),
             ("selfjudge.tokens", origins and not self.stream, "needs stream: true"),
             ("min_tokens", bool(self.min_tokens and self.stop), "does not know of stop strings: give stop_token_ids"),
-            ("min_tokens", bool(self.min_tokens) and self.is_formed, formed),
-            ("ignore_eos", bool(self.ignore_eos) and self.is_formed, formed),
+            ("min_tokens", bool(self.min_tokens) and self.form is not None, formed),
+            ("ignore_eos", bool(self.ignore_eos) and self.form is not None, formed),
             ("min_tokens", bool(limits and (self.min_tokens or 0) > max(limits)), "is more than max_tokens"),
             ("response_format", lacks, "of type json_schema needs json_schema"),
             (forms[-1].param if forms else "", len(forms) > 1, "is a second form of the answer: give one"),
@@ -321,9 +321,9 @@ class CompletionRequest(Strict):
         return [form for form in forms if form.value is not None]
 
     @property
-    def is_formed(self) -> bool:
-        """Whether a grammar constrains the answer."""
-        return bool(self.forms or self.usable_tools)
+    def form(self) -> str | None:
+        """The parameter whose grammar constrains the answer; None: its text is free."""
+        return "tools" if self.usable_tools else next((form.param for form in self.forms), None)
 
     @property
     def usable_tools(self) -> list[ToolSpec]:
