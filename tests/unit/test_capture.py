@@ -9,8 +9,7 @@ import torch
 
 from conftest import tiny_head, tiny_model
 from proposals import ARBITRARY, answers_between_captures, prompts_of, requests_of
-from selfjudge.decoding import batch_gamma, capture
-from selfjudge.decoding.admission import AdmissionQueue
+from selfjudge.decoding import capture
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.cycle import CycleSize, find_cycle, is_captured
 from selfjudge.decoding.gamma import STATIC_CHOICES, PairStatistics
@@ -22,7 +21,7 @@ from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.draft import BatchEngines, Drafter
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.pair import Pair
-from selfjudge.types import Gamma, Step
+from selfjudge.types import Gamma
 
 TARGET, SMALL = tiny_model(seed=1), tiny_model(seed=2)
 
@@ -170,74 +169,3 @@ def test_no_more_is_captured_than_an_engine_keeps(monkeypatch: pytest.MonkeyPatc
     assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(1, CycleSize(2)), (2, CycleSize(2))]
     capture_cycles(engines, EXACT, 1, map(CycleSize, (2,)))
     assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(2, CycleSize(2))]
-
-
-LENGTHS = [40, 33, 25, 21, 14, 9, 5, 3]
-
-
-def run_batch(engines: BatchEngines, gamma: Gamma, rule: AcceptanceRule = EXACT) -> list[list[int]]:
-    answers: list[list[int]] = [[] for _ in LENGTHS]
-    requests = requests_of(prompts_of([4] * len(LENGTHS)), 40)
-    requests = [request._replace(max_new_tokens=n) for request, n in zip(requests, LENGTHS, strict=True)]
-    for step in decode(engines, requests, rule, gamma=gamma):
-        for emission in step.emissions:
-            answers[emission.row] += emission.tokens
-    return answers
-
-
-def captured_rows(engines: BatchEngines) -> set[int]:
-    return {len(cycle.last) for cycle in engines.target.captured_cycles.values() if cycle.captured is not None}
-
-
-@pytest.mark.parametrize("rule", [EXACT, SpeculativeSampling(Sampling(0.9)), ARBITRARY], ids=lambda rule: rule.name)
-@pytest.mark.parametrize("gamma", [0, 2, "auto"])
-def test_a_first_batch_captures_nothing_for_fewer_rows(
-    monkeypatch: pytest.MonkeyPatch, gamma: Gamma, rule: AcceptanceRule
-) -> None:
-    """It goes on with idle rows; the answers are those of a batch that captures each size at once."""
-    if gamma == "auto" and rule is not EXACT:
-        gamma = 3  # their γ follows the clock of the first table
-    monkeypatch.setattr(PairStatistics, "capture_seconds", 100.0)
-    patient, engines = make_engines(), make_engines()
-    answers = run_batch(patient, gamma, rule)
-    assert captured_rows(patient) == {8}
-    monkeypatch.setattr(batch_gamma, "LATE", 0.0)
-    assert answers == run_batch(engines, gamma, rule)
-    assert captured_rows(engines) >= {4, 1}
-
-
-def test_what_padding_has_lost_is_captured_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PairStatistics, "capture_seconds", 1e-9)
-    monkeypatch.setattr(batch_gamma, "LATE", 1e12)
-    engines, during = make_engines(), []
-    original = batch_gamma.capture_cycles
-    monkeypatch.setattr(batch_gamma, "capture_cycles", lambda *a, **k: during.append(a[2]) or original(*a, **k))
-    answers = run_batch(engines, 2)
-    assert sorted(during) == [1, 2, 4]
-    assert captured_rows(engines) == {8, 4, 2, 1}
-    assert run_batch(engines, 2) == answers
-    assert sorted(during) == [1, 2, 4]
-    assert engines.kept["lost"] == {}
-
-
-def test_a_batch_takes_the_next_larger_number_of_rows_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a capture when a row enters beside others."""
-    engines, queue = make_engines(), AdmissionQueue(8, 60)
-    engines.reserve(8, 64)
-    capture_cycles(engines, EXACT, 1, [CycleSize(2)])
-    capture_cycles(engines, EXACT, 4, [CycleSize(2)])
-    first, *others = requests_of(prompts_of([5, 6, 7, 3]), 20)
-    queue.waiting.extend(others)
-    monkeypatch.setattr(CudaEngine, "capture", lambda *_: pytest.fail("captured in the middle of answers"))
-    steps = list(decode(engines, [first], EXACT, gamma=2, queue=queue))
-    expected = list(decode(make_reference(), [first, *others], EXACT, gamma=2))
-    for row in range(4):
-        assert tokens_of(steps, row) == tokens_of(expected, row)
-
-
-def make_reference() -> BatchEngines:
-    return BatchEngines(make_engine(TARGET, kind="reference"), make_draft(SMALL, TARGET, kind="reference"))
-
-
-def tokens_of(steps: list[Step], row: int) -> list[int]:
-    return [token for step in steps for e in step.emissions if e.row == row for token in e.tokens]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,14 +14,11 @@ from numpy.typing import NDArray
 from selfjudge.decoding.admission import BatchRows, Request
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.costs import say_measuring
-from selfjudge.decoding.cycle import Cycle, CycleSize, is_captured
-from selfjudge.decoding.gamma import STATIC_CHOICES, GammaController, PairStatistics, RequestGamma
+from selfjudge.decoding.cycle import CycleSize, is_captured
+from selfjudge.decoding.gamma import GammaController, PairStatistics, RequestGamma
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.engine.draft import BatchEngines
-
-_Wanted = tuple[AcceptanceRule, CycleSize, bool, int]  # rule, size and trace of a cycle, and for how many rows
-LATE = 2.0  # times its cost that padding may lose before a smaller size is captured in the middle of answers
 
 
 class CyclePlan(NamedTuple):
@@ -57,8 +53,6 @@ class BatchGamma:
             self.controller.is_captured = lambda rows, gamma: is_captured(
                 self.engines, self.lossless, CycleSize(gamma), trace=self.trace, rows=rows
             )
-        self.lost: dict[_Wanted, float] = self.engines.kept.setdefault("lost", {})
-        """Seconds that padding has lost because a cycle is not captured for fewer rows."""
 
     @property
     def fixed(self) -> int:
@@ -77,69 +71,11 @@ class BatchGamma:
             self.policies[key] = RequestGamma(self.statistics, rule)
         return self.policies[key]
 
-    def is_ready(self, rows: int, cycle: Cycle) -> bool:
-        """Whether a batch of so many rows can go on after this cycle, of another number of rows, without a capture."""
-        if not self.engines.target.static:
-            return True
-        if self._is_controlled(cycle):
-            assert self.controller is not None
-            return any(self.controller.is_captured(rows, gamma) for gamma in (0, *self.controller.choices))
-        return is_captured(self.engines, cycle.rule, cycle.size, trace=cycle.trace, rows=rows)
-
-    def _is_controlled(self, cycle: Cycle) -> bool:
-        """Whether the next cycle may have another γ."""
-        return self.controller is not None and cycle.rule == self.lossless and not cycle.size.limited
-
-    def fit(self, live: int, most: int, cycle: Cycle | None, now: int = 0) -> int:
-        """The best number of rows, at most so many, for a batch with so many live ones; `now` is the present number.
-
-        A number that is not captured waits: the next larger one takes its place, and the other rows are idle."""
-        best = rows = min(self.engines.target.bucket(live, now), most)
-        if cycle is None or self.lost.get(self._key(best, cycle), 0.0) >= LATE * self._capture_seconds(best):
-            return best
-        while rows < most and not self.is_ready(rows, cycle):
-            rows = min(2 * rows, most)
-        return rows if now or self.is_ready(rows, cycle) else best
-
-    def _key(self, rows: int, cycle: Cycle) -> _Wanted:
-        size = CycleSize(0) if self._is_controlled(cycle) else cycle.size
-        return cycle.rule, size, cycle.trace, rows
-
-    def _capture_seconds(self, rows: int) -> float:
-        """What it takes to capture the cycles of so many rows."""
-        if self.statistics is None:
-            return PairStatistics.capture_seconds
-        measured = self.controller is None or rows in self.statistics.costs.cycles
-        return self.statistics.capture_seconds * (1 if measured else 1 + len(STATIC_CHOICES))
-
-    def note_padding(self, live: int, rows: int, cycle: Cycle, seconds: float) -> None:
-        """Count what a cycle lost because it had more rows than its live ones need."""
-        best = self.engines.target.bucket(live, rows)
-        if best < rows and not self.is_ready(best, cycle):
-            share = (1 - best / rows) / 2  # a guess: half of a cycle grows with its rows
-            if self.statistics is not None and self.statistics.costs.cycles:
-                times = [self.statistics.costs.seconds(n, cycle.gamma)[cycle.gamma] for n in (best, rows)]
-                share = 1 - times[0] / times[1]
-            key = self._key(best, cycle)
-            self.lost[key] = self.lost.get(key, 0.0) + max(0.0, share) * seconds
-
-    def capture_lost(self) -> None:
-        """Between answers: capture the cycles for want of which padding has lost more time than their capture takes."""
-        for rule, size, trace, rows in [
-            key for key, lost in self.lost.items() if lost >= self._capture_seconds(key[-1])
-        ]:
-            del self.lost[rule, size, trace, rows]
-            if self.controller is not None and rule == self.lossless:
-                self.capture_choices(rows, self.controller)
-            with suppress(torch.OutOfMemoryError):
-                capture_cycles(self.engines, rule, rows, [size], trace=trace)
-
-    def choose(self, rows: BatchRows, unread: int, *, changed: bool, may_capture: bool, by_gamma: bool) -> CyclePlan:
+    def choose(self, rows: BatchRows, unread: int, *, changed: bool, by_gamma: bool) -> CyclePlan:
         """The next cycle of these rows, of which the draft has not read the latest `unread` tokens. `changed` says
-        whether rows have entered or left, `may_capture` whether their cycles are then captured, `by_gamma` whether
-        answers of this cycle depend on γ."""
+        whether rows have entered or left, `by_gamma` whether answers of this cycle depend on γ."""
         if changed and self.statistics is not None:
-            self._choose_for_entered(rows, may_capture)
+            self._choose_for_entered(rows)
         live, behind = ~rows.finished, unread > 0
         fixed, static = live & (rows.gamma >= 0), self.engines.target.static
         if self.controller is not None and not fixed.any():
@@ -154,13 +90,13 @@ class BatchGamma:
             return CyclePlan(CycleSize(drafts), None, gammas, behind)
         return CyclePlan(CycleSize(drafts, limited=static), gammas, gammas, behind)
 
-    def _choose_for_entered(self, rows: BatchRows, may_capture: bool) -> None:
+    def _choose_for_entered(self, rows: BatchRows) -> None:
         """Give γ to the rows that have entered and whose answers depend on it."""
         live = ~rows.finished
         entered = [i for i in np.flatnonzero(live & (rows.gamma < 0)).tolist()
                    if self.rule_of(rows.requests[i]).depends_on_gamma]  # fmt: skip
         policies = {i: self._find_policy(self.rule_of(rows.requests[i])) for i in entered}
-        if may_capture and self.engines.target.static:
+        if self.engines.target.static:
             leave_open = not entered and not (rows.gamma[live] >= 0).any()
             self.capture_choices(len(rows), (leave_open and self.controller) or self._find_policy(self.lossless))
         most = int(rows.gamma[live].max(initial=0))

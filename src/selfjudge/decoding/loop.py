@@ -175,7 +175,6 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
             continue
         if not alive:
             if not batch.prefill.groups:
-                batch.chooser.capture_lost()
                 return
             in_flight.clear()  # all their rows have ended
         if batch.prefill.ready or batch.is_too_wide(alive):  # finish what is in flight; then rows enter or leave
@@ -226,7 +225,6 @@ class _LiveBatch:
     cycle: Cycle | None = None
     plain_cycles: int = 0  # cycles since the last drafts
     changed: bool = False  # whether rows have entered or left since the last cycle
-    may_capture: bool = False  # whether cycles may be captured for them: no answer has begun, or nothing else would do
     queued: bool = False  # whether requests wait in a queue: where memory is short, rows are given up one by one
     released: bool = False  # whether the next cycle found no memory, and all that is spare has been freed
 
@@ -256,7 +254,7 @@ class _LiveBatch:
         if len(alive) < len(self.rows):
             self._select(alive)
         total = len(alive) + len(group)
-        idle = self.chooser.fit(total, self.prefill.rows, self.cycle) - total
+        idle = min(self.engines.target.bucket(total), self.prefill.rows) - total
         self.engines.join(group.engines, idle)
         return self._enter(group, alive, idle)
 
@@ -289,7 +287,7 @@ class _LiveBatch:
             self.engines.draft.enter(first)
         size = CycleSize(self.gamma)
         if self.cycle is not None:
-            size = self.cycle.size
+            size = CycleSize(self.cycle.gamma)
             first, state = (
                 torch.cat([self.cycle.last[alive, 0], first]),
                 torch.cat([self.cycle.row_state[alive], state]),
@@ -299,7 +297,6 @@ class _LiveBatch:
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [None] * idle))
         self.changed = True
-        self.may_capture = not alive or not self.chooser.is_ready(len(self.rows), self.cycle)
         return replace(step, cached=dict(zip(group.numbers, group.cached[0], strict=True)))
 
     @property
@@ -308,14 +305,13 @@ class _LiveBatch:
         return 2 if self.engines.target.static and not self.rows.live_edits else 1
 
     def is_too_wide(self, alive: list[int]) -> bool:
-        """Whether the live rows are better off in a smaller batch."""
-        now = len(self.rows)
-        return bool(alive) and self.chooser.fit(len(alive), now, self.cycle, now) < now
+        """Whether the live rows fit in a smaller batch."""
+        return bool(alive) and self.engines.target.bucket(len(alive), len(self.rows)) < len(self.rows)
 
     def shrink(self, alive: list[int]) -> None:
         """Let finished rows leave; a static engine keeps some as idle rows, to fill a size that it captures."""
-        now, idle = len(self.rows), [i for i in range(len(self.rows)) if self.rows.finished[i]]
-        self._keep(alive + idle[: self.chooser.fit(len(alive), now, self.cycle, now) - len(alive)])
+        idle = [i for i in range(len(self.rows)) if self.rows.finished[i]]
+        self._keep(alive + idle[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)])
 
     def free_memory(self, alive: list[int]) -> None:
         """The next cycle found no memory: free what is spare. If that was not enough, give up the newest row, for which
@@ -334,9 +330,8 @@ class _LiveBatch:
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
-        rule, size, last = self.cycle.rule, self.cycle.size, self.cycle.last[kept, 0]
+        rule, size, last = self.cycle.rule, CycleSize(self.cycle.gamma), self.cycle.last[kept, 0]
         state = self.cycle.row_state[kept]
-        self.may_capture = not self.chooser.is_ready(len(kept), self.cycle)
         self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=last, row_state=state)
         self.changed = True
 
@@ -346,9 +341,7 @@ class _LiveBatch:
         assert self.cycle is not None
         level, traced, edited = self.rows.live_needs
         rule, chooser = self.by_row.at(level) if self.by_row else self.rule, self.chooser
-        plan = chooser.choose(
-            self.rows, self.behind, changed=self.changed, may_capture=self.may_capture, by_gamma=rule.depends_on_gamma
-        )
+        plan = chooser.choose(self.rows, self.behind, changed=self.changed, by_gamma=rule.depends_on_gamma)
         trace = self.trace and traced and plan.size.gamma > 0 and not rule.lossless
         self.changed = False
         if (rule, plan.size, trace) != (self.cycle.rule, self.cycle.size, self.cycle.trace):
@@ -390,7 +383,5 @@ class _LiveBatch:
         used = np.minimum(outcome.accepted, left - rows.left)  # drafts after the end of an answer are worth nothing
         plain, cost = 0.0, 0.0
         if started.plan is not None:
-            assert self.cycle is not None
-            self.chooser.note_padding(int(live.sum()), len(rows), self.cycle, sum(seconds.values()))
             plain, cost = self.chooser.observe(started.plan, drafted, used, live, rows, seconds)
         return Step(started.number, emissions, seconds, non_finite, drafted, cost, plain)
