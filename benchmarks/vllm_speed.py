@@ -316,7 +316,7 @@ class Stopwatch:
         self.watching = True
         watched = [(adapter, "before_step"), (adapter, "before_sampling"), (counts, "report")]
         if type(adapter).__name__ == "FirstRunnerAdapter":
-            watched += [(adapter.verification.approval, "mark"), (counts, "add")]
+            watched += [(adapter.verification.approval, "mark"), (adapter, "after_sampling")]
         else:
             watched += [(adapter, "before_verifying"), (adapter.marks, "apply"), (adapter, "after_verifying")]
         for owner, name in watched:

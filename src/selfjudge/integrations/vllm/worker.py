@@ -71,8 +71,6 @@ class JudgeWorker(Base):
         slots = self.vllm_config.scheduler_config.max_num_seqs
         guards = RequestGuards(tokenizer, getattr(runner, "max_num_reqs", slots), device)
         self._adapter = adapter(runner, Verification(approval, self._counts, rules, guards, agree))
-        if device.type == "cuda":
-            self._adapter.warm_up(self.model_config.get_vocab_size(), self.model_config.dtype)
         decides = "exact" if rules.default is None else rule_text(rules.default)
         logger.info("Rule %s decides, %d tokens are guarded", decides, len(special))
 
