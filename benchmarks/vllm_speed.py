@@ -318,7 +318,7 @@ class Stopwatch:
         if type(adapter).__name__ == "FirstRunnerAdapter":
             watched += [(adapter.verification.approval, "mark"), (adapter, "after_sampling")]
         else:
-            watched += [(adapter, "before_verifying"), (adapter.marks, "apply"), (adapter, "after_verifying")]
+            watched += [(adapter.marks, "decide"), (adapter.marks, "apply"), (adapter.marks, "finish")]
         for owner, name in watched:
             setattr(owner, name, self.timed(getattr(owner, name)))
 

@@ -79,8 +79,7 @@ def _finish(
         aligned = accepted
         if MARKED:
             flags = flag_ptr + first + place
-            was_aligned = tl.load(flags + flag_step) != 0
-            aligned = tl.where(tl.load(flags + 2 * flag_step) != 0, was_aligned, accepted)
+            aligned = tl.where(tl.load(flags + 2 * flag_step) != 0, tl.load(flags + flag_step) != 0, accepted)
             judged += (accepted & (tl.load(flags) != 0) & (aligned == 0)).to(tl.int32)
         going = going & aligned.to(tl.int32)
         leading += going

@@ -34,10 +34,8 @@ from selfjudge.integrations.vllm.step_triton import RequestTable
 def check() -> None:
     """Refuse a vLLM whose second runner is not the known one."""
     has(ExecuteModelState, "input_batch", "hidden_states")
-    has(
-        InputBatch, "num_reqs", "input_ids", "positions", "logits_indices", "cu_num_logits_np",
-        "cu_num_logits", "idx_mapping_np", "idx_mapping",
-    )  # fmt: skip
+    has(InputBatch, "num_reqs", "input_ids", "positions", "logits_indices", "cu_num_logits_np", "cu_num_logits")
+    has(InputBatch, "idx_mapping_np", "idx_mapping")
     verified = ("logits", "input_batch", "draft_logits")
     rows = ("expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos", "skip_top_k_top_p")
     if find_spec("vllm.v1.worker.gpu.sample.logits_processor") is None:
@@ -51,13 +49,10 @@ def check() -> None:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     takes(RejectionSampler.__call__, (*verified, "invalid_drafts"))
-    takes(
-        Sampler.apply_sampling_params,
-        ("logits", rows[0], "idx_mapping", *rows[1:5], "seq_lens_upper_bound_np", rows[5]),
-    )
+    more = (rows[0], "idx_mapping", *rows[1:5], "seq_lens_upper_bound_np", rows[5])
+    takes(Sampler.apply_sampling_params, ("logits", *more))
     takes(LogitsProcessor.add_request, ("req_idx", "sampling_params"))
     takes(LogitsProcessor.apply, ("logits", "ctx"))
-    takes(LogitsProcessor.apply_staged_writes, ())
 
 
 class SecondRunnerSampler(RejectionSampler):
@@ -66,9 +61,12 @@ class SecondRunnerSampler(RejectionSampler):
     adapter: SecondRunnerAdapter
 
     def __call__(self, logits: Tensor, input_batch: Any, *more: Any) -> Any:
-        self.adapter.before_verifying(logits, input_batch)
+        marks, hidden, self.adapter.hidden = self.adapter.marks, self.adapter.hidden, None
+        if hidden is not None:
+            marks.decide(hidden, logits, input_batch)
         output = super().__call__(logits, input_batch, *more)
-        self.adapter.after_verifying(input_batch, output.num_sampled)
+        if hidden is not None:
+            marks.finish(input_batch, output.num_sampled)
         return output
 
 
@@ -118,18 +116,17 @@ class MarkProcessor:
         n, table = len(logits), self.table
         table.prepare(batch)
         states = hidden[batch.logits_indices] if self._judged else logits
-        drafts = table.drafts[:n]
         if self._fused:
             blocks = (batch.cu_num_logits, table.counts[: batch.num_reqs], table.price, table.window)
             approved = approvals(
-                self.weights if self._judged else None, states, logits, table.rows[:n], drafts, table.value,
-                table.limit, self.approval.special, blocks if self._looks_ahead else None,
+                self.weights if self._judged else None, states, logits, table.rows[:n], table.drafts[:n],
+                table.value, table.limit, self.approval.special, blocks if self._looks_ahead else None,
             )  # fmt: skip
         else:  # the last row of a request counts as one that predicts a missing draft
             last = self.verification.last
             rows = last.rows(np.diff(batch.cu_num_logits_np).tolist(), logits.device)
             at, exact = table.rows[:n].clamp_max(n - 2), table.limit[:n] == -math.inf
-            approved = self.approval(states, logits, at, drafts, last.plan(self._asked, rows), exact)
+            approved = self.approval(states, logits, at, table.drafts[:n], last.plan(self._asked, rows), exact)
         self.approved = self.verification.agree(approved)
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
@@ -207,21 +204,10 @@ class SecondRunnerAdapter:
 
     def before_step(self, scheduler_output: Any) -> None:
         """Note the prompts of the requests that a step adds: the sampler is not told them."""
-        self.marks.prompts.clear()
-        self.marks.prompts.extend(
-            new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs if new.sampling_params is not None
-        )
+        new = scheduler_output.scheduled_new_reqs
+        self.marks.prompts = deque(one.prompt_token_ids for one in new if one.sampling_params is not None)
 
     def before_sampling(self) -> None:
         """Keep the states of the step."""
         state = self.runner.execute_model_state
         self.hidden = None if state is None else state.hidden_states
-
-    def before_verifying(self, logits: Tensor, batch: Any) -> None:
-        if self.hidden is not None:
-            self.marks.decide(self.hidden, logits, batch)
-
-    def after_verifying(self, batch: Any, emitted: Tensor) -> None:
-        if self.hidden is not None:
-            self.marks.finish(batch, emitted)
-        self.hidden = None

@@ -97,12 +97,7 @@ class JudgeWorker(Base):
 
 
 def expand(
-    output_ptr: Tensor,
-    input_ptr: Tensor,
-    cu_num_tokens_ptr: Tensor,
-    replace_from: float,
-    replace_to: float,
-    MAX_NUM_TOKENS: int | None = None,  # noqa: N803
+    output_ptr: Tensor, input_ptr: Tensor, cu_num_tokens_ptr: Tensor, replace_from: float, replace_to: float, **_: Any
 ) -> None:
     """What vLLM's `expand_kernel` should do: write each request's value for each of its drafts."""
     ends = cu_num_tokens_ptr.long()
