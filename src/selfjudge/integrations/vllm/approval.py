@@ -115,14 +115,7 @@ class Approval:
         if not len(drafts):  # a step of prompts alone
             return drafts >= 0
         if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
-            from selfjudge.integrations.vllm.approval_triton import approvals
-
-            value, limit, price, window = plan.table
-            if exact is not None:
-                limit = limit.masked_fill(exact, -math.inf)  # no value is below it
-            ahead = (plan.rows.first, plan.rows.counts, price, window) if plan.looks_ahead else None
-            judge = self.weights if plan.judged else None
-            return approvals(judge, hidden, logits, at, drafts, value, limit, self.special, ahead)
+            return self._by_kernels(hidden, logits, at, drafts, plan, exact)
         before, states, logits = hidden[at], hidden[at + 1], logits[at]
         choice, non_finite = argmax_checked(logits)
         drafted = drafts >= 0
@@ -152,6 +145,18 @@ class Approval:
                 accepted.append(rule(block).judged[0])
         approved = torch.cat(accepted) & ~non_finite & ~self._special(drafts) & ~self._special(choice)
         return approved if exact is None else approved & ~exact
+
+    def _by_kernels(
+        self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan, exact: Tensor | None
+    ) -> Tensor:
+        from selfjudge.integrations.vllm.approval_triton import approvals
+
+        value, limit, price, window = plan.table
+        if exact is not None:
+            limit = limit.masked_fill(exact, -math.inf)  # no value is below it
+        ahead = (plan.rows.first, plan.rows.counts, price, window) if plan.looks_ahead else None
+        judge = self.weights if plan.judged else None
+        return approvals(judge, hidden, logits, at, drafts, value, limit, self.special, ahead)
 
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
         """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place.
