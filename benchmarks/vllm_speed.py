@@ -316,9 +316,9 @@ class Stopwatch:
         self.watching = True
         watched = [(adapter, "before_step"), (adapter, "before_sampling"), (counts, "report")]
         if type(adapter).__name__ == "FirstRunnerAdapter":
-            watched += [(adapter.verification.approval, "mark"), (counts, "add")]
+            watched += [(adapter.verification.approval, "mark"), (adapter, "after_sampling")]
         else:
-            watched += [(adapter, "before_verifying"), (adapter.marks, "apply"), (adapter, "after_verifying")]
+            watched += [(adapter.marks, "decide"), (adapter.marks, "apply"), (adapter.marks, "finish")]
         for owner, name in watched:
             setattr(owner, name, self.timed(getattr(owner, name)))
 

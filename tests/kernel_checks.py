@@ -16,7 +16,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import encode
 from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Scoring
-from selfjudge.integrations.vllm.approval import Approval, CountedStep, count_steps
+from selfjudge.integrations.vllm.approval import Approval, count_step
 from selfjudge.integrations.vllm.plan import DraftRows, Plan, RequestGuards
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
@@ -149,7 +149,6 @@ def check_approval(
     plain.fused, ours.fused, ours.weights = False, True, plain.judge.kernel_weights()
     assert ours.weights is not None
     known = {text: guarded(RuleRequest(text).resolve(special, plain.judge)) for text in RULES}
-    ours.warm_up(VOCAB, dtype)
     texts = list(known)
     mixed = [[known[texts[(i + shift) % len(texts)]] for i in range(len(counts))] for shift in (0, 3)]
     # with and without a judge, with and without a look ahead
@@ -182,7 +181,7 @@ def check_approval(
 
 
 def check_step(device: torch.device) -> None:
-    """Steps of requests in vLLM's second model runner: what `RequestGuards` and `count_steps` say of the same."""
+    """Steps of requests in vLLM's second model runner: what `RequestGuards` and `count_step` say of the same."""
     from selfjudge.integrations.vllm.step_triton import RequestTable
 
     class Words:
@@ -210,7 +209,7 @@ def check_step(device: torch.device) -> None:
         known.enter(slot, rule, prompt)
         table.enter(slot, known.begin(rule, prompt), codes[slot])
     total = torch.zeros(4, dtype=torch.long, device=device)
-    place, steps = [slot + 1 for slot in range(5)] + [0], []
+    place, counted = [slot + 1 for slot in range(5)] + [0], torch.zeros_like(total)
     seen = 0
     for step in range(12):
         order = [slot for slot in torch.randperm(slots, generator=random).tolist() if step % 3 or slot != 2]
@@ -239,6 +238,7 @@ def check_step(device: torch.device) -> None:
             requests, batch.input_ids[newest], batch.positions[newest], drafts, rows, max(counts, default=0)
         )
         table.prepare(batch)
+        assert not table.flags[2, :m].any()
         predicting = torch.ones(m, dtype=torch.bool)
         predicting[ends[1:] - 1] = False
         predicting = predicting.to(device)
@@ -259,13 +259,12 @@ def check_step(device: torch.device) -> None:
             known.advance(emitted.to(device))
             for slot, n in zip(order, emitted.tolist(), strict=True):
                 place[slot] += n
-        own = flags.to(device)[:, predicting] if marked else rows.unmarked
-        steps.append(CountedStep(rows, emitted.int().to(device), own))
+        counted += count_step(rows, emitted.to(device), flags.to(device)[:, predicting] if marked else None)
         table.finish(batch, emitted.int().to(device), total, marked=marked)
         state = torch.stack([known.state, known.position], 1)
         assert torch.equal(table.lines[:, :2].long(), state), step
     assert seen
-    assert torch.equal(total, count_steps(steps))
+    assert torch.equal(total, counted)
 
 
 def check_pass(device: torch.device, dtype: torch.dtype, batch: int, width: int, heads: int, kv: int, dim: int) -> None:

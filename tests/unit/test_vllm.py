@@ -26,7 +26,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.vllm import serve
-from selfjudge.integrations.vllm.approval import MARK, STEPS, Approval, Counts
+from selfjudge.integrations.vllm.approval import COUNTERS, MARK, Approval, Counts, count_step
 from selfjudge.integrations.vllm.backend import outline_pair
 from selfjudge.integrations.vllm.config import RequestRules, parse_object, read_settings, target_sha256
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan
@@ -205,6 +205,13 @@ def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None
     assert heard[0].startswith("a request is decoded losslessly: ")
 
 
+def test_no_rule_acts_inside_a_grammar() -> None:
+    known, asked = rules(), params(None)
+    assert known(asked) is not None
+    asked.structured_outputs = object()
+    assert known(asked) is None
+
+
 @pytest.mark.parametrize(("wish", "samples"), [(None, True), ({"price": 0.1}, False), ({"rule": "topk"}, False)])
 def test_a_temperature_goes_with_rules_that_do_not_look_at_what_follows(wish: Any, samples: bool) -> None:
     heard: list[str] = []
@@ -263,9 +270,8 @@ def test_flat_rows_are_decided_as_blocks_are(
         assert verdict.judged[0].tolist() == (mask & ~aligned)[here].tolist()
         accepted.append(k)
         first += count
-    counted = Counts(CPU, "model", "0")
-    counted.add(rows, torch.tensor(accepted) + 1, torch.stack([raised, aligned, drafted]))
-    totals = counted.read()
+    counts_now = count_step(rows, torch.tensor(accepted) + 1, torch.stack([raised, aligned, drafted]))
+    totals = dict(zip(COUNTERS, counts_now.tolist(), strict=True))
     cycles = sum(count > 0 for count in counts)
     assert totals["cycles"] == cycles
     assert totals["tokens"] == sum(accepted) + cycles
@@ -311,9 +317,8 @@ def test_a_plan_is_made_when_rules_or_rows_change() -> None:
 
 
 def test_a_step_without_the_judge_counts_what_was_accepted_for_both() -> None:
-    counted = Counts(CPU, "model", "0")
-    counted.add(DraftRows.of(torch.tensor([3, 0, 2]), 5), torch.tensor([3, 0, 1]), None)  # the second has no drafts
-    assert counted.read() == {"cycles": 2, "tokens": 4, "aligned_tokens": 4, "judged_tokens": 0}
+    rows = DraftRows.of(torch.tensor([3, 0, 2]), 5)  # the second has no drafts
+    assert count_step(rows, torch.tensor([3, 0, 1]), None).tolist() == [2, 4, 4, 0]
 
 
 def drawn_step(dice: random.Random, rows: Callable[..., DraftRows], partly: bool) -> tuple[tuple[Any, ...], list[int]]:
@@ -342,32 +347,23 @@ def drawn_step(dice: random.Random, rows: Callable[..., DraftRows], partly: bool
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), partly=st.booleans())
-@pytest.mark.slow
-def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: bool) -> None:
+def test_steps_count_as_one_draft_at_a_time(seed: int, partly: bool) -> None:
     """Whatever changes between them: requests, the longest block, whether the judge was asked."""
-    dice, rows, counted, wanted = random.Random(seed), LastPlan().rows, Counts(CPU, "model", "0"), [0, 0, 0, 0]
-    for _ in range(dice.randint(1, 2 * STEPS + 20)):
-        step, more = drawn_step(dice, rows, partly)
-        counted.add(*step)
-        wanted = [a + b for a, b in zip(wanted, more, strict=True)]
-        if dice.random() < 0.02:
-            assert list(counted.read().values()) == wanted
-    assert list(counted.read().values()) == wanted == list(counted.read().values())
+    dice, rows = random.Random(seed), LastPlan().rows
+    for _ in range(dice.randint(1, 20)):
+        step, wanted = drawn_step(dice, rows, partly)
+        assert count_step(*step).tolist() == wanted
 
 
-def test_steps_are_kept_until_there_are_enough_or_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, rows, shown = Counts(CPU, "model", "0"), LastPlan().rows, []
+def test_counts_are_shown_when_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, shown = Counts(CPU, "model", "0"), []
     monkeypatch.setattr(counted, "_show", shown.append)
     monkeypatch.setattr("selfjudge.integrations.vllm.approval.EVERY", -1.0)
-    for _ in range(STEPS - 1):
-        counted.add(rows([2, 1], CPU), torch.tensor([3, 1]), None)
-    assert counted.total.tolist() == [0, 0, 0, 0]
-    counted.add(rows([2, 1], CPU), torch.tensor([3, 1]), None)
-    assert counted.total.tolist() == [2 * STEPS, 4 * STEPS, 4 * STEPS, 0]
     for idle in (True, False):
-        counted.add(rows([1], CPU), torch.tensor([2]), None)
+        counted.total += torch.tensor([1, 2, 2, 0])
         counted.report(idle=idle)
-    assert shown == [[2 * STEPS + n, 4 * STEPS + 2 * n, 4 * STEPS + 2 * n, 0] for n in (1, 2)]
+    assert shown == [[n, 2 * n, 2 * n, 0] for n in (1, 2)]
+    assert list(counted.read().values()) == shown[-1]
 
 
 def test_rows_are_computed_when_they_change() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
+from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan, RequestGuards
 from selfjudge.judge.model import Judge
@@ -30,7 +30,6 @@ COUNTERS = {
     "judged_tokens": "Drafts that a rule accepted although they were not the target's most likely token.",
 }
 EVERY = 1.0  # seconds between two reads of the device's counts
-STEPS = 64  # steps that are counted together
 
 
 @cache
@@ -40,67 +39,42 @@ def _counters() -> list[Any]:
     return [Counter(f"selfjudge:{name}", text, ["model_name", "engine"]) for name, text in COUNTERS.items()]
 
 
-class CountedStep(NamedTuple):
-    """The drafts of a step and what was accepted of them."""
+def count_step(rows: DraftRows, emitted: Tensor, flags: Tensor | None) -> Tensor:
+    """The counters [4] of a step that gave so many tokens [R] to its requests, the last of which is not a draft.
 
-    rows: DraftRows
-    emitted: Tensor
-    """[R] the tokens that each request got; the last one is not a draft."""
-    flags: Tensor
-    """[3, n] which drafts were raised, which were aligned anyway, and which were marked at all: of the others, those
-    that were accepted count as aligned."""
-
-
-def count_steps(steps: Sequence[CountedStep]) -> Tensor:
-    """The counters [4] of some steps, which are counted as one larger step."""
-    rows = DraftRows.of(torch.cat([step.rows.counts for step in steps]), sum(len(step.rows.owner) for step in steps))
-    drafted, accepted = rows.counts > 0, torch.cat([step.emitted for step in steps]) - 1
-    accepted_here = rows.place < accepted[rows.owner]
-    raised, aligned, marked = torch.cat([step.flags for step in steps], 1)
-    aligned = torch.where(marked, aligned, accepted_here)
-    cycles, judged = drafted.sum(), (accepted_here & raised & ~aligned).sum()
+    Flags [3, n]: which drafts were raised, which were aligned anyway, and which were marked at all: of the others,
+    those that were accepted count as aligned. None where all requests are lossless."""
+    drafted, accepted = rows.counts > 0, emitted - 1
+    accepted_here = aligned = rows.place < accepted[rows.owner]
+    cycles = drafted.sum()
+    judged = torch.zeros_like(cycles)
+    if flags is not None:
+        aligned = torch.where(flags[2], flags[1], accepted_here)
+        judged = (accepted_here & flags[0] & ~aligned).sum()
     return torch.stack([cycles, (accepted * drafted).sum() + cycles, rows.leading(aligned).sum() + cycles, judged])
 
 
 class Counts:
     """Totals of one engine.
 
-    `add` keeps a step, to be counted on the device together with others. `report` shows the totals to Prometheus,
-    `read` returns them."""
+    A step is counted on the device. `report` shows the totals to Prometheus, `read` returns them."""
 
     def __init__(self, device: torch.device, *labels: str) -> None:
         self.total = torch.zeros(len(COUNTERS), dtype=torch.long, device=device)
-        self._steps: list[CountedStep] = []
         self._labels = labels
         self._shown = [0] * len(COUNTERS)
         self._copy = torch.zeros_like(self.total, device="cpu", pin_memory=device.type == "cuda")
         self._arrived: torch.Event | None = None
         self._copied = time.monotonic()
 
-    def add(self, rows: DraftRows, emitted: Tensor, flags: Tensor | None) -> None:
-        """One step, as `CountedStep` says, without flags where all requests are lossless. The tensors are read later
-        and must not be written to again."""
-        self._steps.append(CountedStep(rows, emitted, rows.unmarked if flags is None else flags))
-        if len(self._steps) >= STEPS:
-            self._fold()
-
-    @torch.inference_mode()  # the kept tensors were made in this mode
-    def _fold(self) -> None:
-        """Count the steps that were kept, without waiting for the device."""
-        steps, self._steps = self._steps, []
-        if steps:
-            self.total += count_steps(steps)
-
     def read(self) -> dict[str, int]:
         """The totals now; waits for the device."""
-        self._fold()
         return dict(zip(COUNTERS, self.total.tolist(), strict=True))
 
     def report(self, *, idle: bool) -> None:
         """Called every step. Copies the totals once a second without waiting; only an idle engine waits for them."""
         if idle:
             self._arrived = None
-            self._fold()
             self._show(self.total.tolist())
         elif self._arrived is not None:
             if self._arrived.query():
@@ -108,7 +82,6 @@ class Counts:
                 self._show(self._copy.tolist())
         elif time.monotonic() - self._copied > EVERY:
             self._copied = time.monotonic()
-            self._fold()
             self._copy.copy_(self.total, non_blocking=True)
             if self.total.is_cuda:
                 self._arrived = torch.Event(self.total.device)
@@ -142,14 +115,7 @@ class Approval:
         if not len(drafts):  # a step of prompts alone
             return drafts >= 0
         if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
-            from selfjudge.integrations.vllm.approval_triton import approvals
-
-            value, limit, price, window = plan.table
-            if exact is not None:
-                limit = limit.masked_fill(exact, -math.inf)  # no value is below it
-            ahead = (plan.rows.first, plan.rows.counts, price, window) if plan.looks_ahead else None
-            judge = self.weights if plan.judged else None
-            return approvals(judge, hidden, logits, at, drafts, value, limit, self.special, ahead)
+            return self._by_kernels(hidden, logits, at, drafts, plan, exact)
         before, states, logits = hidden[at], hidden[at + 1], logits[at]
         choice, non_finite = argmax_checked(logits)
         drafted = drafts >= 0
@@ -180,6 +146,18 @@ class Approval:
         approved = torch.cat(accepted) & ~non_finite & ~self._special(drafts) & ~self._special(choice)
         return approved if exact is None else approved & ~exact
 
+    def _by_kernels(
+        self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan, exact: Tensor | None
+    ) -> Tensor:
+        from selfjudge.integrations.vllm.approval_triton import approvals
+
+        value, limit, price, window = plan.table
+        if exact is not None:
+            limit = limit.masked_fill(exact, -math.inf)  # no value is below it
+        ahead = (plan.rows.first, plan.rows.counts, price, window) if plan.looks_ahead else None
+        judge = self.weights if plan.judged else None
+        return approvals(judge, hidden, logits, at, drafts, value, limit, self.special, ahead)
+
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
         """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place.
 
@@ -198,26 +176,6 @@ class Approval:
         raised = approved & drafted & (at > -math.inf) & ~self._special(choice)
         logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
         return torch.stack([raised, drafted & (choice == drafts), drafted])
-
-    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
-        """Compile the kernels before the first request, for rows of this width."""
-        if not self.fused:
-            return
-        device = self.special.device
-        width = 1 if self.judge is None else self.judge.config.hidden_size
-        states = torch.zeros((2, width), dtype=dtype, device=device)
-        logits = torch.zeros((2, vocabulary), dtype=dtype, device=device)
-        first = torch.zeros(1, dtype=torch.int32, device=device)
-        rows = DraftRows.of(torch.ones(1, dtype=torch.long, device=device), 1)
-        for rule in self.kinds:
-            approved = self(states, logits, first, first, Plan([rule], rows, [1]))
-        self.mark(logits[:1].float(), first, approved)
-
-    @property
-    def kinds(self) -> list[AcceptanceRule]:
-        """A rule for each variant of the kernels: with and without a judge, with and without a look ahead."""
-        rules: list[AcceptanceRule] = [Margin(0.0), Margin(price=0.0)]
-        return rules if self.judge is None else [*rules, Judged(self.judge, 1.0), Judged(self.judge, price=0.0)]
 
     def _special(self, tokens: Tensor) -> Tensor:
         """[n] which tokens are special; `torch.isin` would sort, and wait for the device."""
@@ -259,4 +217,4 @@ class Verification:
     def finish(self, rows: DraftRows, emitted: Tensor, flags: Tensor | None) -> None:
         """The step gave so many tokens [R] to its requests; `flags` [3, n] are those of `Approval.mark`."""
         self.guards.advance(emitted)
-        self.counts.add(rows, emitted, flags)
+        self.counts.total += count_step(rows, emitted, flags)

@@ -75,7 +75,9 @@ class RequestRules:
         self.default = self._resolve(self.own)
 
     def __call__(self, params: Any) -> AcceptanceRule | None:
-        """The rule of a request with these `SamplingParams` of vLLM."""
+        """The rule of a request with these `SamplingParams` of vLLM; none inside a grammar."""
+        if getattr(params, "structured_outputs", None) is not None:
+            return None
         try:
             rule = self.requested(params.extra_args)
             alone = isinstance(rule, Judged) and rule.price is None and not rule.matches_needed

@@ -45,11 +45,6 @@ class DraftRows:
         """[R] the rows of the requests' newest tokens, likewise."""
         return self.first + torch.arange(len(self.first), device=self.first.device)
 
-    @cached_property
-    def unmarked(self) -> Tensor:
-        """[3, n] the flags of a step in which no draft is marked."""
-        return torch.zeros((3, len(self.owner)), dtype=torch.bool, device=self.owner.device)
-
     def leading(self, flags: Tensor) -> Tensor:
         """[R] how many flags [n] of each request's block are true before the first false one."""
         stops = torch.where(flags, self.counts[self.owner], self.place)

@@ -16,7 +16,7 @@ def adapter_of(module: str) -> Any:
     try:
         adapter = import_module(f"selfjudge.integrations.vllm.{'v2' if second else 'v1'}")
     except ImportError as error:  # this vLLM lacks something that the adapter uses
-        _unknown(first_line(error))
+        unknown(first_line(error))
     adapter.check()
     return adapter.SecondRunnerAdapter if second else adapter.FirstRunnerAdapter
 
@@ -25,29 +25,24 @@ def takes(function: Callable[..., Any], known: Sequence[str]) -> None:
     """Refuse a function whose parameters are not the known ones."""
     parameters = [name for name in inspect.signature(function).parameters if name != "self"]
     if parameters != list(known):
-        _unknown(f"{function.__qualname__} takes ({', '.join(parameters)}), known is ({', '.join(known)})")
+        unknown(f"{function.__qualname__} takes ({', '.join(parameters)}), known is ({', '.join(known)})")
 
 
 def has(thing: Any, *names: str) -> None:
     """Refuse an object that lacks one of these attributes, or a dataclass or named tuple that lacks one as a field."""
     fields = inspect.signature(thing).parameters if isinstance(thing, type) else None
     if missing := [name for name in names if not (hasattr(thing, name) if fields is None else name in fields)]:
-        _unknown(f"{getattr(thing, '__qualname__', type(thing).__qualname__)} has no {', '.join(missing)}")
-
-
-def lacks(kind: type, name: str) -> None:
-    """Refuse a class that has what the known one does not have."""
-    if hasattr(kind, name):
-        _unknown(f"{kind.__qualname__} has {name}")
+        unknown(f"{getattr(thing, '__qualname__', type(thing).__qualname__)} has no {', '.join(missing)}")
 
 
 def exactly(thing: Any, kind: type) -> None:
     """Refuse an object of another class: its methods may do something else."""
     if type(thing) is not kind:
-        _unknown(f"{type(thing).__qualname__} is used where {kind.__qualname__} is known")
+        unknown(f"{type(thing).__qualname__} is used where {kind.__qualname__} is known")
 
 
-def _unknown(what: str) -> NoReturn:
+def unknown(what: str) -> NoReturn:
+    """Refuse this vLLM."""
     from vllm import __version__
 
     raise SelfJudgeError(

@@ -24,7 +24,7 @@ ALWAYS, STATES, MARGIN = map(tl.constexpr, (guards.ALWAYS, guards.STATES, rules_
 @triton.jit
 def _prepare(
     slot_ptr, end_ptr, index_ptr, id_ptr, position_ptr, table_ptr, follow_ptr, exact_ptr, draft_ptr, value_ptr,
-    limit_ptr, state_ptr, count_ptr, price_ptr, window_ptr, vocabulary,
+    limit_ptr, state_ptr, count_ptr, price_ptr, window_ptr, flag_ptr, flag_step, vocabulary,
 ):  # fmt: skip
     """One request: the draft that each row predicts (−1 for the last), what decides it, the state after each token."""
     request = tl.program_id(0)
@@ -44,6 +44,7 @@ def _prepare(
         known = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
         state = tl.load(follow_ptr + known * STATES + state).to(tl.int32)
         tl.store(state_ptr + at, state)
+        tl.store(flag_ptr + 2 * flag_step + at, 0)  # not marked yet
         inside = tl.load(exact_ptr + state).to(tl.int32)
         if at > first:
             exact = (position + at - first < strict_until) | (strict_code & ((inside | before) != 0))
@@ -78,8 +79,7 @@ def _finish(
         aligned = accepted
         if MARKED:
             flags = flag_ptr + first + place
-            was_aligned = tl.load(flags + flag_step) != 0
-            aligned = tl.where(tl.load(flags + 2 * flag_step) != 0, was_aligned, accepted)
+            aligned = tl.where(tl.load(flags + 2 * flag_step) != 0, tl.load(flags + flag_step) != 0, accepted)
             judged += (accepted & (tl.load(flags) != 0) & (aligned == 0)).to(tl.int32)
         going = going & aligned.to(tl.int32)
         leading += going
@@ -119,7 +119,7 @@ class RequestTable:
         _prepare[(batch.num_reqs,)](
             batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, batch.input_ids, batch.positions, self.lines,
             self.follow, self.exact, self.drafts, self.value, self.limit, self.state, self.counts, self.price,
-            self.window, len(self.follow), num_warps=1,
+            self.window, self.flags, self.flags.stride(0), len(self.follow), num_warps=1,
         )  # fmt: skip
 
     def finish(self, batch: Any, emitted: Tensor, total: Tensor, *, marked: bool) -> None:

@@ -68,10 +68,6 @@ class FirstRunnerAdapter:
         self._approved: Tensor | None = None
         self._flags: Tensor | None = None
 
-    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
-        """Compile the kernels before the first request."""
-        self.verification.approval.warm_up(vocabulary, dtype)
-
     def before_step(self, scheduler_output: Any) -> None:
         """Nothing: this runner keeps the prompts of its requests."""
 
@@ -96,7 +92,7 @@ class FirstRunnerAdapter:
             self._flags = self.verification.approval.mark(logits, drafts, self._approved)
 
     def after_sampling(self, sampled: Tensor) -> None:
-        """Count the step; vLLM makes new tensors in every step."""
+        """Count the step."""
         if self._rows is not None:
             self.verification.finish(self._rows, (sampled >= 0).sum(1), self._flags)
         self._rows = self._approved = self._flags = None

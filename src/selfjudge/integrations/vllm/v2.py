@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,29 +22,25 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from selfjudge.decoding.rules import AcceptanceRule, Judged
+from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
 from selfjudge.decoding.rules_by_row import encode
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.approval import MARK, Verification
 from selfjudge.integrations.vllm.approval_triton import approvals, mark
-from selfjudge.integrations.vllm.signatures import exactly, has, lacks, takes
+from selfjudge.integrations.vllm.signatures import exactly, has, takes, unknown
 from selfjudge.integrations.vllm.step_triton import RequestTable
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def check() -> None:
     """Refuse a vLLM whose second runner is not the known one."""
     has(ExecuteModelState, "input_batch", "hidden_states")
-    has(
-        InputBatch, "num_reqs", "input_ids", "positions", "logits_indices", "cu_num_logits_np",
-        "cu_num_logits", "idx_mapping_np", "idx_mapping",
-    )  # fmt: skip
+    has(InputBatch, "num_reqs", "input_ids", "positions", "logits_indices", "cu_num_logits_np", "cu_num_logits")
+    has(InputBatch, "idx_mapping_np", "idx_mapping")
     verified = ("logits", "input_batch", "draft_logits")
     rows = ("expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos", "skip_top_k_top_p")
     if find_spec("vllm.v1.worker.gpu.sample.logits_processor") is None:
-        lacks(Sampler, "_requires_logits_processing")  # 0.27 leaves bans out where no request has any
+        if hasattr(Sampler, "_requires_logits_processing"):
+            unknown("bans are left out where no request has any")  # 0.27
         takes(RejectionSampler.__call__, verified)
         takes(Sampler.apply_sampling_params, ("logits", *rows))
         takes(BadWordsState.add_request, ("req_idx", "sampling_params"))
@@ -53,13 +49,10 @@ def check() -> None:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     takes(RejectionSampler.__call__, (*verified, "invalid_drafts"))
-    takes(
-        Sampler.apply_sampling_params,
-        ("logits", rows[0], "idx_mapping", *rows[1:5], "seq_lens_upper_bound_np", rows[5]),
-    )
+    more = (rows[0], "idx_mapping", *rows[1:5], "seq_lens_upper_bound_np", rows[5])
+    takes(Sampler.apply_sampling_params, ("logits", *more))
     takes(LogitsProcessor.add_request, ("req_idx", "sampling_params"))
     takes(LogitsProcessor.apply, ("logits", "ctx"))
-    takes(LogitsProcessor.apply_staged_writes, ())
 
 
 class SecondRunnerSampler(RejectionSampler):
@@ -68,19 +61,13 @@ class SecondRunnerSampler(RejectionSampler):
     adapter: SecondRunnerAdapter
 
     def __call__(self, logits: Tensor, input_batch: Any, *more: Any) -> Any:
-        self.adapter.before_verifying(logits, input_batch)
+        marks, hidden, self.adapter.hidden = self.adapter.marks, self.adapter.hidden, None
+        if hidden is not None:
+            marks.decide(hidden, logits, input_batch)
         output = super().__call__(logits, input_batch, *more)
-        self.adapter.after_verifying(input_batch, output.num_sampled)
+        if hidden is not None:
+            marks.finish(input_batch, output.num_sampled)
         return output
-
-
-class Asked(NamedTuple):
-    """What the requests of a step ask."""
-
-    rules: list[AcceptanceRule | None]
-    coded: bool  # whether all their rules have kernels
-    judged: bool
-    looks_ahead: bool  # whether a draft's fate depends on those after it
 
 
 class MarkProcessor:
@@ -98,8 +85,8 @@ class MarkProcessor:
         self.table = RequestTable(slots, slots * (gamma + 1), guards.structure, guards.state.device)
         self.approved: Tensor | None = None
         """[rows] what is accepted in this step; None outside of a step, or where all requests are lossless."""
-        self._marked = 0  # rows, so far
-        self._slots, self._asked = b"", Asked([], coded=True, judged=False, looks_ahead=False)
+        self._marked = False  # whether some rows of this step were
+        self._slots, self._asked = np.zeros(0, np.int32), list[AcceptanceRule | None]()
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         rule, prompt = self.verification.rules(sampling_params), self.prompts.popleft() if self.prompts else None
@@ -109,38 +96,44 @@ class MarkProcessor:
     def enter(self, req_idx: int, rule: AcceptanceRule | None, prompt: Sequence[int] | None) -> None:
         self.rules[req_idx] = rule
         self.table.enter(req_idx, self.verification.guards.begin(rule, prompt), encode(rule))
-        self._slots = b""
+        self._slots = np.zeros(0, np.int32)
 
     def apply_staged_writes(self) -> None:
         """Nothing: the table is written to when a step needs it."""
 
     def decide(self, hidden: Tensor, logits: Tensor, batch: Any) -> None:
         """Ask the rules about the drafts of a batch; `hidden` are the states of all tokens of the step."""
-        asked, self.approved, self._marked = self._look_up(batch.idx_mapping_np[: batch.num_reqs]), None, 0
-        if not any(asked.rules):
+        slots, self.approved = batch.idx_mapping_np[: batch.num_reqs], None
+        if not np.array_equal(slots, self._slots):  # most steps have the requests of the step before
+            self._slots, self._asked = slots, [self.rules[slot] for slot in slots.tolist()]
+            codes = [encode(rule) for rule in self._asked]
+            self._judged = any(isinstance(rule, Judged) for rule in self._asked)
+            self._fused = None not in codes and (self.weights is not None or not self._judged)
+            self._looks_ahead = any(code is not None and (code.price < math.inf or code.window) for code in codes)
+        if not any(self._asked):
             return
+        self._marked, self._starts = False, batch.cu_num_logits_np
         n, table = len(logits), self.table
         table.prepare(batch)
-        states = hidden[batch.logits_indices] if asked.judged else logits
-        drafts = table.drafts[:n]
-        if asked.coded and (self.weights is not None or not asked.judged):
+        states = hidden[batch.logits_indices] if self._judged else logits
+        if self._fused:
             blocks = (batch.cu_num_logits, table.counts[: batch.num_reqs], table.price, table.window)
             approved = approvals(
-                self.weights if asked.judged else None, states, logits, table.rows[:n], drafts, table.value,
-                table.limit, self.approval.special, blocks if asked.looks_ahead else None,
+                self.weights if self._judged else None, states, logits, table.rows[:n], table.drafts[:n],
+                table.value, table.limit, self.approval.special, blocks if self._looks_ahead else None,
             )  # fmt: skip
         else:  # the last row of a request counts as one that predicts a missing draft
             last = self.verification.last
             rows = last.rows(np.diff(batch.cu_num_logits_np).tolist(), logits.device)
             at, exact = table.rows[:n].clamp_max(n - 2), table.limit[:n] == -math.inf
-            approved = self.approval(states, logits, at, drafts, last.plan(asked.rules, rows), exact)
+            approved = self.approval(states, logits, at, table.drafts[:n], last.plan(self._asked, rows), exact)
         self.approved = self.verification.agree(approved)
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-        """Called once for the rows of a step, or for one part of them after the other."""
+        """Called for all rows of a step, or for some of its requests after others."""
         if self.approved is not None:
-            part = slice(self._marked, self._marked + len(logits))
-            self._marked = part.stop
+            first = 0 if ctx is None else int(self._starts[self._slots.tolist().index(ctx.idx_mapping_np[0])])
+            part, self._marked = slice(first, first + len(logits)), True
             drafts, flags = self.table.drafts[part], self.table.flags[:, part]
             mark(logits, drafts, self.approved[part], self.approval.special, MARK, flags)
         return logits
@@ -148,26 +141,9 @@ class MarkProcessor:
     def finish(self, batch: Any, emitted: Tensor) -> None:
         """The requests of the batch got so many tokens."""
         marked, self.approved = self.approved is not None, None
-        if marked and self._marked != len(batch.logits_indices):
-            raise SelfJudgeError(f"vLLM verified {len(batch.logits_indices)} rows, and {self._marked} could be marked")
+        if marked and not self._marked:
+            raise SelfJudgeError("this vLLM verifies drafts without a chance to mark those that a rule accepts")
         self.table.finish(batch, emitted, self.verification.counts.total, marked=marked)
-
-    def _look_up(self, slots: NDArray[np.int32]) -> Asked:
-        """What the requests in these slots ask; most steps have the requests of the step before."""
-        if (key := slots.tobytes()) != self._slots:
-            rules = [self.rules[slot] for slot in slots.tolist()]
-            codes = [encode(rule) for rule in rules]
-            known = [code for code in codes if code is not None]
-            self._slots, self._asked = (
-                key,
-                Asked(
-                    rules,
-                    coded=len(known) == len(codes),
-                    judged=any(isinstance(rule, Judged) for rule in rules),
-                    looks_ahead=any(code.price < math.inf or code.window for code in known),
-                ),
-            )
-        return self._asked
 
 
 class MarkingBans(BadWordsState):
@@ -189,7 +165,7 @@ class SecondRunnerAdapter:
     the class of the rejection sampler."""
 
     def __init__(self, runner: Any, verification: Verification) -> None:
-        has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs")
+        has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs", "vocab_size", "dtype")
         has(runner.rejection_sampler, "sampler", "num_speculative_steps")
         self.runner = runner
         self.hidden: Tensor | None = None  # [tokens, H] the states of this step; None outside of a step (warm-up)
@@ -205,19 +181,21 @@ class SecondRunnerAdapter:
             bans.__class__, bans.marks = MarkingBans, self.marks
         sampler.__class__ = SecondRunnerSampler  # its attributes stay as this version's constructor made them
         sampler.adapter = self
+        if self.marks.table.lines.is_cuda:
+            self._warm_up()
 
-    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
-        """Compile the kernels before the first request, for rows of this width."""
-        marks, device = self.marks, self.marks.table.lines.device
+    def _warm_up(self) -> None:
+        """Compile the kernels before the first request, for rows as they will be."""
+        marks, device, judge = self.marks, self.marks.table.lines.device, self.marks.approval.judge
         rows, zero = torch.arange(2, device=device), torch.zeros(1, dtype=torch.int32, device=device)
         batch = SimpleNamespace(
             num_reqs=1, idx_mapping=zero, idx_mapping_np=np.zeros(1, np.int32), logits_indices=rows, positions=rows,
-            cu_num_logits=2 * rows.int(), input_ids=rows.int(),
+            cu_num_logits=2 * rows.int(), cu_num_logits_np=np.array([0, 2]), input_ids=rows.int(),
         )  # fmt: skip
-        judge = marks.approval.judge
-        states = torch.zeros((2, 1 if judge is None else judge.config.hidden_size), dtype=dtype, device=device)
-        logits = torch.zeros((2, vocabulary), dtype=dtype, device=device)
-        for rule in [*marks.approval.kinds, None]:
+        states = torch.zeros((2, judge.config.hidden_size if judge else 1), dtype=self.runner.dtype, device=device)
+        logits = torch.zeros((2, self.runner.vocab_size), dtype=self.runner.dtype, device=device)
+        judged = [Judged(judge, 1.0), Judged(judge, price=0.0)] if judge else []
+        for rule in [Margin(0.0), Margin(price=0.0), *judged, None]:
             marks.enter(0, rule, [])
             marks.decide(states, logits, batch)
             marks.apply(logits.float() if self.listed else logits.clone(), None)  # as the sampler has them
@@ -226,21 +204,10 @@ class SecondRunnerAdapter:
 
     def before_step(self, scheduler_output: Any) -> None:
         """Note the prompts of the requests that a step adds: the sampler is not told them."""
-        self.marks.prompts.clear()
-        self.marks.prompts.extend(
-            new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs if new.sampling_params is not None
-        )
+        new = scheduler_output.scheduled_new_reqs
+        self.marks.prompts = deque(one.prompt_token_ids for one in new if one.sampling_params is not None)
 
     def before_sampling(self) -> None:
         """Keep the states of the step."""
         state = self.runner.execute_model_state
         self.hidden = None if state is None else state.hidden_states
-
-    def before_verifying(self, logits: Tensor, batch: Any) -> None:
-        if self.hidden is not None:
-            self.marks.decide(self.hidden, logits, batch)
-
-    def after_verifying(self, batch: Any, emitted: Tensor) -> None:
-        if self.hidden is not None:
-            self.marks.finish(batch, emitted)
-        self.hidden = None

@@ -71,8 +71,6 @@ class JudgeWorker(Base):
         slots = self.vllm_config.scheduler_config.max_num_seqs
         guards = RequestGuards(tokenizer, getattr(runner, "max_num_reqs", slots), device)
         self._adapter = adapter(runner, Verification(approval, self._counts, rules, guards, agree))
-        if device.type == "cuda":
-            self._adapter.warm_up(self.model_config.get_vocab_size(), self.model_config.dtype)
         decides = "exact" if rules.default is None else rule_text(rules.default)
         logger.info("Rule %s decides, %d tokens are guarded", decides, len(special))
 
@@ -99,12 +97,7 @@ class JudgeWorker(Base):
 
 
 def expand(
-    output_ptr: Tensor,
-    input_ptr: Tensor,
-    cu_num_tokens_ptr: Tensor,
-    replace_from: float,
-    replace_to: float,
-    MAX_NUM_TOKENS: int | None = None,  # noqa: N803
+    output_ptr: Tensor, input_ptr: Tensor, cu_num_tokens_ptr: Tensor, replace_from: float, replace_to: float, **_: Any
 ) -> None:
     """What vLLM's `expand_kernel` should do: write each request's value for each of its drafts."""
     ends = cu_num_tokens_ptr.long()
