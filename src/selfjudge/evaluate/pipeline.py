@@ -80,10 +80,8 @@ def evaluate_rules(
     out = Path(out)
     entails, nli = _load_entailment(pair, out, tasks, config.nli, warn)
     evaluation = Evaluation(pair, answerer, out, replace(config, nli=nli), entails)
-    if pair.target_model.file is not None:
-        warn("q4 weights: likelihoods are of substituted tokens in the first batch; `dtype` float32 has those of all")
-    elif not pair.target_model.full_precision:
-        warn("the target is not in this process: examples have no likelihoods, and substitutions are not counted")
+    if not isinstance(answerer, TorchAnswerer):
+        warn(f"{answerer.engine} does not say what the target wanted: substitutions are not counted")
     with RunFolder(out).working(_shared_settings(evaluation)):
         write_json(out / "run.json", _provenance(evaluation.config, runs, out / "run.json"))
         summaries: list[dict[str, Any]] = []
