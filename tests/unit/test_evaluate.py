@@ -28,7 +28,7 @@ from selfjudge.evaluate.config import RuleRun, TaskExamples, make_label, plan_ru
 from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
 from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer, trace_again
 from selfjudge.evaluate.pipeline import _warn_learnt, evaluate_rules
-from selfjudge.evaluate.viewer import make_example_rows
+from selfjudge.evaluate.viewer import make_example_row
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
@@ -325,7 +325,7 @@ def test_shown_scores_are_those_of_the_decoder(tiny_pair: Pair, features: str, l
     prompt = "w1 w2 w3"
     answer = generate(tiny_pair, prompt, Judged(judge, 0.0), gamma=4, max_new_tokens=24, trace=True)
     assert answer.judged_tokens
-    (shown,) = make_example_rows(tiny_pair, [prompt], [answer])
+    shown = make_example_row(tiny_pair, prompt, answer)
     (ids,) = tiny_pair.encode_many([prompt])
     with torch.no_grad():
         seen = tiny_pair.target(torch.tensor([[*ids, *answer.tokens]]), output_hidden_states=True)

@@ -86,7 +86,7 @@ class SideBySide:
         for prompt in self.prompts:
             drafts = self._like_exact() if gamma is None else gamma
             answer = stream(self.pair, prompt, rule, gamma=drafts, max_new_tokens=self.max_new_tokens)
-            for _, count in zip(answer, counter, strict=False):
+            for _piece, count in zip(answer, counter, strict=False):
                 self.turns.report(f", {count} {of} {length} tokens", min(count / length, 1))
             answers.append(answer.generation)
         self.answers.setdefault(name, answers)

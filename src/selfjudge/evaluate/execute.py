@@ -18,7 +18,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import SAMPLES, bootstrap_interval
 from selfjudge.evaluate.config import EvalConfig, RuleRun, TaskExamples
 from selfjudge.evaluate.consistency import Entails, measure_consistency
-from selfjudge.evaluate.viewer import count_substitutions, make_example_rows
+from selfjudge.evaluate.viewer import count_substitutions, make_example_row
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_json, write_rows
 from selfjudge.store.run_folder import LoadWatch, describe_load
@@ -220,9 +220,9 @@ class Execution:
         """The first answers with a judged token, else the first ones, token by token."""
         chosen = sorted(range(len(answers)), key=lambda i: "judge" not in answers[i].origins)[: self.config.examples]
         prompts = [self.task.prompt(self.examples.rows[i]) for i in chosen]
-        rows = make_example_rows(self.pair, prompts, [answers[i] for i in chosen])
         return [
-            {"id": samples[i]["id"], "score": samples[i]["score"], **row} for i, row in zip(chosen, rows, strict=True)
+            {name: samples[i][name] for name in ("id", "score")} | make_example_row(self.pair, prompt, answers[i])
+            for i, prompt in zip(chosen, prompts, strict=True)
         ]
 
 

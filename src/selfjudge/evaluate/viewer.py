@@ -17,12 +17,9 @@ def count_substitutions(answers: Sequence[Generation]) -> list[tuple[str, str, i
     return [(choice, taken, n) for (choice, taken), n in pairs.most_common(KEPT_SUBSTITUTIONS)]
 
 
-def make_example_rows(pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation]) -> list[Row]:
-    """One row per answer: prompt, text, and its tokens."""
-    return [
-        {"prompt": join_messages(prompt), "text": answer.text, "tokens": make_token_rows(pair, answer)}
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+def make_example_row(pair: Pair, prompt: Prompt, answer: Generation) -> Row:
+    """Prompt, text and tokens of an answer."""
+    return {"prompt": join_messages(prompt), "text": answer.text, "tokens": make_token_rows(pair, answer)}
 
 
 def make_token_rows(pair: Pair, answer: Generation) -> list[Row]:

@@ -24,7 +24,7 @@ from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.decoding.text import row_seed
 from selfjudge.evaluate.compare import bootstrap_interval
 from selfjudge.evaluate.execute import Answerer, TorchAnswerer, restore_answer, trace_again
-from selfjudge.evaluate.viewer import make_example_rows
+from selfjudge.evaluate.viewer import make_example_row
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import hash_tokenizer
@@ -258,9 +258,8 @@ def choose_examples(job: TuneJob, best: RuleTrial | None) -> list[dict[str, Any]
         prompt, difference, sides = job.prompts[i], -best.differences[i], []
         exact = "exact", best.exact[i], restore_answer(best.exact[i])
         for rule, sample, made in (exact, (best.rule, best.samples[i], answer)):
-            (row,) = make_example_rows(job.pair, [prompt.prompt], [made])
             scored = {"rule": rule, "score": sample["score"], "answer": sample["answer"]}
-            sides.append({**scored, "prompt": row["prompt"], "tokens": row["tokens"]})
+            sides.append(scored | make_example_row(job.pair, prompt.prompt, made))
         kind = "lost" if difference < 0 else "gained"
         shown.append({"kind": kind, "id": prompt.id, "difference": difference, "answers": sides})
     return shown
