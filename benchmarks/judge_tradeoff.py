@@ -21,8 +21,8 @@ from torch import Tensor
 
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
 from selfjudge.decoding.text import generate
+from selfjudge.engine.teacher_forced import Sequences, log_probabilities, teacher_forced
 from selfjudge.evaluate.compare import compute_overlap
-from selfjudge.evaluate.likelihood import compute_likelihoods
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
@@ -135,13 +135,13 @@ def main() -> None:
             seconds = time.monotonic() - begun
             texts = [a.text for a in answers]
             own = own or texts
-            seen = compute_likelihoods(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
+            log_p = measure_log_likelihood(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
             total, pooled = sum(len(a.tokens) for a in answers), pooled_figures(answers)
             result["runs"].append({
                 "task": name, "rule": rule, "value": value, "theta": getattr(built, "theta", None), "n": len(rows),
                 "mean_accepted_length": pooled["mean_accepted_length"], "tokens": total, "seconds": seconds,
                 "judged_share": pooled["judged_share"],
-                "log_likelihood": sum(sum(view.log_p) for view in seen) / total, "agreement": agreement(benchmark, rows, texts, own),
+                "log_likelihood": log_p / total, "agreement": agreement(benchmark, rows, texts, own),
                 **({"score": _mean(benchmark, rows, texts)} if benchmark.checkable else {}),
             })  # fmt: skip
             last = result["runs"][-1]
@@ -151,6 +151,17 @@ def main() -> None:
         compare([run for run in result["runs"] if run["task"] == name])
         write_json(o.out / "tradeoff.json", result)
     draw(o.out / "tradeoff.png", result["runs"], o.tasks)
+
+
+@torch.no_grad()
+def measure_log_likelihood(pair: Pair, sequences: Sequences) -> float:
+    """The target's log-probability of all answers together."""
+    answered = [(prompt, answer) for prompt, answer in sequences if answer]
+    total = 0.0
+    for part, hidden in teacher_forced(pair.target_model, answered):
+        tokens = torch.tensor([token for i in part for token in answered[i][1]], device=hidden.device)
+        total += float(log_probabilities(pair.target, hidden, tokens)[0].double().sum())
+    return total
 
 
 def compare(runs: list[dict[str, Any]]) -> None:

@@ -199,7 +199,7 @@ def draw(out: Path, results: dict[str, Any]) -> list[str]:
     figure.savefig(out / "learning_curve.png", dpi=100)
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
-    for score, mark in (("sum", "o"), ("mean", "s")):
+    for score, mark in zip(SCORES, ("o", "s"), strict=True):
         rows = [row for row in results["suffix_length"] if row["score"] == score and "auc_mismatch" in row]
         lengths = [row["suffix_length"] for row in rows]
         for key, name, line in (("auc_mismatch", "AUC", "-"), ("acceptable", "acceptable", ":")):

@@ -126,6 +126,11 @@ Tell = Callable[[float], None]  # takes the share that is done of work that has 
 Warn = Callable[[str], None]  # takes a warning of one line
 
 
+def prefix_stages(name: str, notify: Notify) -> Notify:
+    """A report of progress whose stages are those of `name`."""
+    return lambda stage, share: notify(f"{name}: {stage}", share)
+
+
 def ignore(*_: object) -> None:
     """Take a report or a warning, and do nothing."""
 

@@ -174,7 +174,7 @@ def test_bench_decode_ranks_nothing_on_a_busy_machine(
     assert ("exact (γ=" in out) is not bool(busy)
     assert out.count(busy or "this machine is busy") == bool(busy)
     assert [len(each) for each in turns] == [2, 2]  # plain and γ = 1; auto may choose another γ each time
-    assert ("repeat 1/2, this machine is busy" in err) is bool(busy)
+    assert ("turn 1 of 2, this machine is busy" in err) is bool(busy)
     result = json.loads(run(*command, "--json")[1])
     assert result["busy"] == busy
     assert (result["best"] is None) is bool(busy)

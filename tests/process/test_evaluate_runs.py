@@ -128,7 +128,7 @@ def test_exact_gives_the_answers_of_plain_greedy_decoding(tiny_pair: Pair, asked
 def test_examples_show_each_token_as_target_and_judge_see_it(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
-    evaluated(tiny_pair, tmp_path / "eval", asked, ["judged:0.4"], (3,), judges, examples=2)
+    evaluated(tiny_pair, tmp_path / "eval", asked, ["judged:0.4"], (3,), judges, examples=2, times=False)
     shown = list(read_rows(tmp_path / "eval" / "file:mine" / "judged:0.4@mine-g3" / "examples.jsonl"))
     assert len(shown) == 2
     for example in shown:
@@ -136,14 +136,13 @@ def test_examples_show_each_token_as_target_and_judge_see_it(
         assert any(token["origin"] == "judge" for token in tokens)  # those come first
         assert tokens[0]["cycle"] == 0
         assert all(b["cycle"] - a["cycle"] == (a["origin"] == "target") for a, b in itertools.pairwise(tokens))
-        assert tokens[-1]["judge"] is None
-        for token in tokens[:-1]:
-            assert token["p"] <= token["p_choice"] + 1e-4
+        for token in tokens:
             if token["origin"] == "judge":
+                assert 0 < token["p"] <= token["p_choice"] + 1e-4
                 assert token["judge"] > 0.4
                 assert token["choice"] != token["text"]
-            elif token["origin"] == "draft":
-                assert token["choice"] == token["text"]
+            else:
+                assert token.keys() == {"text", "origin", "cycle"}
 
 
 def test_what_was_interrupted_goes_on_to_the_same_summary(
@@ -417,7 +416,7 @@ def test_what_another_start_of_the_engine_takes_comes_later(tiny_pair: Pair, ask
     assert turns == [(rule, gamma) for gamma in (2, 3) for _ in range(2) for rule in ("exact", "topk")]
 
 
-def test_weights_that_stay_in_a_file_have_likelihoods_of_substitutions_alone(
+def test_weights_that_stay_in_a_file_show_what_floats_show(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
     write_model(tiny_pair.target, tmp_path / "m.gguf", {})
@@ -426,10 +425,10 @@ def test_weights_that_stay_in_a_file_have_likelihoods_of_substitutions_alone(
     rules = ["exact", "judged:0.4"]
     found = evaluated(blocks, tmp_path / "blocks", asked, rules, (3,), judges, warn=said.append)
     whole = evaluated(tiny_pair, tmp_path / "whole", asked, rules, (3,), judges)
-    assert [line.partition(":")[0] for line in said] == ["q4 weights"]
+    assert said == []
     for one, other in zip(found, whole, strict=True):
         assert (one["dtype"], one["draft_dtype"]) == ("q4", "float32")
-        assert {(a, b) for a, b, _ in one["substitutions"]} <= {(a, b) for a, b, _ in other["substitutions"]}
+        assert one["substitutions"] == other["substitutions"]
         assert one["mean_accepted_length"] == other["mean_accepted_length"]  # its floats are those of the model
         assert one["judged_share"] == other["judged_share"]
     assert found[1]["substitutions"]
@@ -440,11 +439,10 @@ def test_weights_that_stay_in_a_file_have_likelihoods_of_substitutions_alone(
     traced = 0
     for name in rows:
         for token, other in zip(rows[name], others[name], strict=True):
+            assert token.keys() == other.keys()
+            assert (token["origin"], token.get("choice")) == (other["origin"], other.get("choice"))
             if "choice" in token:
                 traced += 1
-                assert (token["origin"], token["choice"]) == ("judge", other["choice"])
-                for key in ("p", "p_choice", "judge"):  # a pass over all has no score of the last token
-                    assert other[key] is None or token[key] == pytest.approx(other[key], abs=2e-3)
-            else:
-                assert token.keys() == {"text", "origin", "cycle"}
+                for key in ("p", "p_choice", "judge"):
+                    assert token[key] == pytest.approx(other[key], abs=2e-3)
     assert traced

@@ -26,7 +26,6 @@ from selfjudge.report.demo import demo_page, describe_result, gain_table, mark_s
 from selfjudge.store.run_folder import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import load_rows
-from selfjudge.types import Generation
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -113,9 +112,9 @@ def test_a_row_is_printed_before_the_next_rule_answers(
     seen: list[str] = []
     answer = SideBySide._answer
 
-    def watched(self: SideBySide, *rest: Any) -> list[Generation]:
+    def watched(self: SideBySide, *given: Any) -> None:
         seen.append(capsys.readouterr().out)
-        return answer(self, *rest)
+        answer(self, *given)
 
     monkeypatch.setattr(SideBySide, "_answer", watched)
     assert run_demo()[0] == 0
@@ -128,10 +127,10 @@ def test_a_row_is_printed_before_the_next_rule_answers(
 def test_an_interrupt_loses_nothing(run_demo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answer = SideBySide._answer
 
-    def interrupted(self: SideBySide, turn: int, number: int, name: str, *rest: Any) -> list[Generation]:
+    def interrupted(self: SideBySide, turn: int, name: str) -> None:
         if name == "topk:2":
             raise KeyboardInterrupt
-        return answer(self, turn, number, name, *rest)
+        answer(self, turn, name)
 
     monkeypatch.setattr(SideBySide, "_answer", interrupted)
     code, out, err = run_demo()
@@ -147,10 +146,10 @@ def test_an_interrupt_loses_nothing(run_demo: Run, monkeypatch: pytest.MonkeyPat
 def test_a_failure_prints_no_half_result(run_demo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answer = SideBySide._answer
 
-    def failing(self: SideBySide, turn: int, number: int, name: str, *rest: Any) -> list[Generation]:
+    def failing(self: SideBySide, turn: int, name: str) -> None:
         if name == "topk:2":
             raise SelfJudgeError("the disk is full")
-        return answer(self, turn, number, name, *rest)
+        answer(self, turn, name)
 
     monkeypatch.setattr(SideBySide, "_answer", failing)
     code, out, err = run_demo("--json")

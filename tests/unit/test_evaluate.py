@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,11 @@ from selfjudge.evaluate import EvalConfig
 from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap, read_samples
 from selfjudge.evaluate.config import RuleRun, TaskExamples, make_label, plan_runs
 from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
-from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer
-from selfjudge.evaluate.likelihood import make_example_rows
+from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer, trace_again
 from selfjudge.evaluate.pipeline import _warn_learnt, evaluate_rules
+from selfjudge.evaluate.viewer import make_example_row
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
 from selfjudge.tasks import load_task
@@ -74,10 +74,10 @@ def test_parts_hold_all_rows_in_order(tiny_pair: Pair, tmp_path: Path) -> None:
     assert [row for part in parts.values() for row in part] == rows
 
 
-def test_a_target_in_a_file_says_what_it_wanted_in_the_first_batch(
+def test_what_the_target_wanted_is_said_in_the_first_batch(
     tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later batches are timed, so that they are not traced."""
+    """Later batches are timed, so that they are not traced; all are where nothing is timed."""
     asked = prompts_file(tmp_path / "asked.jsonl", 6)
     config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
     traced: list[bool] = []
@@ -88,23 +88,51 @@ def test_a_target_in_a_file_says_what_it_wanted_in_the_first_batch(
         return original(self, *given)
 
     monkeypatch.setattr(TorchAnswerer, "answer", answer)
-    evaluate_rules(tiny_pair, tmp_path / "floats", config)
-    assert not any(traced)
+    _, every = evaluate_rules(tiny_pair, tmp_path / "every", replace(config, times=False))
+    assert all(traced)
     traced.clear()
-    monkeypatch.setattr(Target, "full_precision", False)
-    _, relaxed = evaluate_rules(tiny_pair, tmp_path / "q4", config)
+    _, relaxed = evaluate_rules(tiny_pair, tmp_path / "first", config)
     assert traced == [True, True, False, False]
     folder = Path("file:asked", "topk:20-g3")
-    rows = {kind: list(read_rows(tmp_path / kind / folder / "examples.jsonl")) for kind in ("floats", "q4")}
-    first = {row["id"] for row in islice(read_samples(tmp_path / "q4" / folder), 3)}
-    wanted = [t for row in rows["q4"] if row["id"] in first for t in row["tokens"] if t["origin"] == "judge"]
+    rows = {kind: list(read_rows(tmp_path / kind / folder / "examples.jsonl")) for kind in ("every", "first")}
+    first = {row["id"] for row in islice(read_samples(tmp_path / "first" / folder), 3)}
+    wanted = [t for row in rows["first"] if row["id"] in first for t in row["tokens"] if t["origin"] == "judge"]
     assert wanted
     assert all(0 < t["p"] <= t["p_choice"] and t["choice"] != t["text"] and t["judge"] is None for t in wanted)
-    assert not any("choice" in t for row in rows["q4"] for t in row["tokens"] if t["origin"] != "judge")
-    same = [t for row in rows["floats"] if row["id"] in first for t in row["tokens"] if t["origin"] == "judge"]
-    assert [(t["text"], t["choice"]) for t in wanted] == [(t["text"], t["choice"]) for t in same]
+    assert not any("choice" in t for row in rows["first"] for t in row["tokens"] if t["origin"] != "judge")
+    same = [t for row in rows["every"] if row["id"] in first for t in row["tokens"] if t["origin"] == "judge"]
+    assert wanted == same
+    assert all("choice" in t for row in rows["every"] for t in row["tokens"] if t["origin"] == "judge")
     assert sum(n for _, _, n in relaxed["substitutions"]) == len(wanted)
-    assert all("judged_tokens" not in row for row in read_samples(tmp_path / "q4" / folder))
+    judged = sum(row["judged"] for row in read_samples(tmp_path / "every" / folder))
+    assert sum(n for _, _, n in every["substitutions"]) == judged > len(wanted)
+    assert all("judged_tokens" not in row for row in read_samples(tmp_path / "first" / folder))
+
+
+def test_where_graphs_are_captured_a_few_answers_are_traced_once_more(
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts are then decoded without a trace: it takes graphs of its own, and parts are timed."""
+    asked = prompts_file(tmp_path / "asked.jsonl", 6)
+    config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
+    evaluate_rules(tiny_pair, tmp_path / "cpu", replace(config, times=False))
+    calls: list[tuple[bool, int]] = []
+    original = TorchAnswerer.answer
+
+    def answer(self: TorchAnswerer, prompts: Any, *given: Any) -> Any:
+        calls.append((self.trace, len(prompts)))
+        return original(self, prompts, *given)
+
+    answerer = TorchAnswerer(tiny_pair)
+    answerer.captures = True
+    monkeypatch.setattr(TorchAnswerer, "answer", answer)
+    evaluate_rules(tiny_pair, tmp_path / "cuda", config, answerer=answerer)
+    shown, every = ((tmp_path / kind / "file:asked" / "topk:20-g3" / "examples.jsonl") for kind in ("cuda", "cpu"))
+    assert calls[:4] == [(False, 3)] * 4
+    assert [traced for traced, _ in calls[4:]] == [True]
+    assert shown.read_text() == every.read_text()
+    other = generate(tiny_pair, "w1 w2", max_new_tokens=2)  # as if rounding had made it another one
+    assert trace_again(answerer, [other], ["w3 w4"], TopK(20), 3, 12, [0]) == [other]
 
 
 @pytest.mark.parametrize(
@@ -297,9 +325,18 @@ def test_shown_scores_are_those_of_the_decoder(tiny_pair: Pair, features: str, l
     prompt = "w1 w2 w3"
     answer = generate(tiny_pair, prompt, Judged(judge, 0.0), gamma=4, max_new_tokens=24, trace=True)
     assert answer.judged_tokens
-    (shown,) = make_example_rows(tiny_pair, [prompt], [answer], judge)
+    shown = make_example_row(tiny_pair, prompt, answer)
+    (ids,) = tiny_pair.encode_many([prompt])
+    with torch.no_grad():
+        seen = tiny_pair.target(torch.tensor([[*ids, *answer.tokens]]), output_hidden_states=True)
+    hidden, logits = seen.hidden_states[-1][0], seen.logits[0]
     for judged in answer.judged_tokens:
-        if judged.index < len(answer.tokens) - 1:  # the last state is not there
-            assert shown["tokens"][judged.index]["judge"] == pytest.approx(judged.score, abs=1e-3)
+        row, token = len(ids) + judged.index, shown["tokens"][judged.index]
+        log_p, draft = logits[row - 1].log_softmax(-1), torch.tensor(judged.token)
+        score = judge.score_drafts(hidden[row], hidden[row - 1], logits[row - 1], draft)
+        assert token["judge"] == pytest.approx(float(score), abs=1e-3)
+        assert token["choice"] == tiny_pair.tokenizer.decode([int(log_p.argmax())])
+        assert token["p"] == pytest.approx(float(log_p[judged.token].exp()), abs=1e-3)
+        assert token["p_choice"] == pytest.approx(float(log_p.max().exp()), abs=1e-3)
     if limit is not None:  # what was accepted lies within it
         assert all(judged.score > 0 for judged in answer.judged_tokens if judged.score is not None)

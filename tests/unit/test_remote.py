@@ -58,12 +58,6 @@ def test_a_remote_engine_answers_and_reads(tiny_pair: Pair) -> None:
     assert engine.asked[0]["seeds"] == [1, 2]
 
 
-def test_weights_that_are_not_here_are_told_from_those_that_are(tiny_pair: Pair) -> None:
-    assert tiny_pair.target_model.full_precision
-    with torch.device("meta"):
-        assert not Target(tiny_model()).full_precision
-
-
 @pytest.mark.parametrize("text", RULES)
 def test_a_request_is_decoded_by_the_rule_that_is_meant(text: str) -> None:
     judge = constant_judge(0.5, 32)

@@ -4,7 +4,6 @@ Every configuration answers the same prompts in every repeat; ratios are taken w
 spread, so that a machine that slows down slows down all of them."""
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,17 +11,17 @@ from typing import Any
 import torch
 
 from selfjudge.bench.config import DecodeBenchConfig
+from selfjudge.bench.turns import Turns
 from selfjudge.decoding.costs import kept_costs
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.text import generate
 from selfjudge.engine.select import PairEngines
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import measured_on
-from selfjudge.store.run_folder import LoadWatch
 from selfjudge.types import PHASES, Gamma, Generation, Notify, ignore, pooled_figures
 
 
-@dataclass
+@dataclass(eq=False)
 class TimedRun:
     """A configuration that is timed, and what its repeats gave."""
 
@@ -33,6 +32,9 @@ class TimedRun:
     seconds: list[float] = field(default_factory=list)  # of each repeat
     tokens: list[tuple[int, ...]] = field(default_factory=list)  # the answers of the last repeat
     generations: list[Generation] = field(default_factory=list)  # the same answers as our loop describes them
+
+    def __str__(self) -> str:
+        return f"{self.name} γ={self.gamma}"
 
     @property
     def dtype(self) -> str:
@@ -71,7 +73,11 @@ def bench_decode(
     transformers cannot run a pair in q4: it runs `full`, the same pair in floats, and is left out where there is none.
     """
     runs = _plan(pair, pair if pair.dtype != "q4" else full, rules or {}, config)
-    busy = _time(runs, prompts, config, notify)
+    warm = prompts if pair.target.device.type == "cuda" else prompts[:1]  # on CUDA, every shape is captured once
+    turns = Turns(runs, config.repeats, notify)
+    for _, run in turns.run(lambda _, run: run.answer(prompts, config), lambda run: run.answer(warm, config), runs):
+        run.seconds = turns.seconds[run]
+    busy = turns.load.describe(r.seconds for r in runs if r.gamma != "auto")  # which may choose another γ each time
     firsts = {run.dtype: run for run in reversed(runs)}
     rows = [_row(run, runs[0], firsts[run.dtype]) for run in runs]
     return {
@@ -105,25 +111,6 @@ def _plan(
     for name, rule in {"exact": EXACT, **rules}.items():
         runs += [TimedRun(f"selfjudge-{name}", pair, g, rule) for g in config.gammas]
     return runs
-
-
-def _time(runs: Sequence[TimedRun], prompts: Sequence[Prompt], config: DecodeBenchConfig, notify: Notify) -> str:
-    """Answer all prompts with every configuration, several times after a warm-up.
-
-    Returns why the times are not reliable, or nothing. A machine that is busy from the start is named at once."""
-    cuda = runs[0].pair.target.device.type == "cuda"
-    load, busy = LoadWatch(), ""
-    for repeat in range(config.repeats + 1):  # repeat 0 warms up
-        if repeat == 1:
-            busy, load = load.describe() and ", this machine is busy", LoadWatch()
-        for number, run in enumerate(runs):
-            turn = f"repeat {repeat}/{config.repeats}{busy}" if repeat else "warm-up"
-            notify(f"{turn}: {run.name} γ={run.gamma}", number / len(runs))
-            start = time.perf_counter()
-            run.answer(prompts if repeat or cuda else prompts[:1], config)  # on CUDA, every shape is captured once
-            if repeat:
-                run.seconds.append(time.perf_counter() - start)
-    return load.describe(run.seconds for run in runs if run.gamma != "auto")  # which may choose another γ each time
 
 
 def _row(run: TimedRun, baseline: TimedRun, plain: TimedRun) -> dict[str, Any]:

@@ -8,18 +8,18 @@ from statistics import mean, median
 from typing import Any
 
 from selfjudge.bench.config import DemoConfig
+from selfjudge.bench.turns import Turns
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
 from selfjudge.decoding.text import generate, stream
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.likelihood import make_token_rows
+from selfjudge.evaluate.viewer import make_token_rows
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on, write_rows
-from selfjudge.store.run_folder import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Gamma, Generation, Notify, pooled_figures
@@ -48,9 +48,8 @@ class SideBySide:
     def __init__(
         self, pair: Pair, prompts: Sequence[Prompt], rules: Rules, notify: Notify, *, turns: int, max_new_tokens: int
     ) -> None:
-        self.pair, self.prompts, self.rules, self.notify = pair, prompts, rules, notify
-        self.turns, self.max_new_tokens = turns, max_new_tokens
-        self.seconds: dict[str, list[float]] = {name: [] for name in rules}  # of each turn
+        self.pair, self.prompts, self.rules, self.max_new_tokens = pair, prompts, rules, max_new_tokens
+        self.turns = Turns(list(rules), turns, notify)
         self.answers: dict[str, list[Generation]] = {}  # of the first turn
         self.result: dict[str, Any] = {
             "pair": pair.name,
@@ -66,54 +65,48 @@ class SideBySide:
 
     def measure(self) -> Iterator[tuple[int, str, float]]:
         """Answer by turns; after each rule its turn, its name and its seconds."""
-        for number, (rule, gamma) in enumerate(self.rules.values()):  # the first passes read the file, or compile
-            self.notify("warming up", number / len(self.rules))
-            generate(self.pair, self.prompts[0], rule, gamma="auto" if gamma is None else gamma, max_new_tokens=8)
-        load = LoadWatch()
-        for turn in range(self.turns):
-            for number, (name, (rule, gamma)) in enumerate(self.rules.items()):
-                begun = time.perf_counter()
-                answers = self._answer(turn, number, name, rule, self._like_exact() if gamma is None else gamma)
-                self.seconds[name].append(time.perf_counter() - begun)
-                self.answers.setdefault(name, answers)
-                self.result["busy"] = load.describe(self.seconds.values())
-                turns = min(len(self.seconds[known]) for known in self.answers)  # of a turn half done, nothing
-                self.result["rows"] = [self._row(known, turns) for known in self.answers]
-                yield turn + 1, name, self.seconds[name][-1]
+        seconds = self.turns.seconds
+        for turn, name in self.turns.run(self._answer, self._warm_up, list(self.rules)):
+            self.result["busy"] = self.turns.load.describe(seconds.values())
+            turns = min(len(seconds[known]) for known in self.answers)  # of a turn half done, nothing
+            self.result["rows"] = [self._row(known, seconds[known][:turns]) for known in self.answers]
+            yield turn + 1, name, seconds[name][-1]
 
-    def _answer(self, turn: int, number: int, name: str, rule: str | AcceptanceRule, gamma: Gamma) -> list[Generation]:
-        """The answers of one rule, their tokens counted as they come; the length of those of `plain` is not known."""
-        words, answered = f"turn {turn + 1} of {self.turns}: {name}", turn * len(self.rules) + number
-        plain = self.answers.get("plain")
+    def _warm_up(self, name: str) -> None:
+        """The first passes read the file, or compile."""
+        rule, gamma = self.rules[name]
+        generate(self.pair, self.prompts[0], rule, gamma="auto" if gamma is None else gamma, max_new_tokens=8)
+
+    def _answer(self, _: int, name: str) -> None:
+        """Answer under a rule, the tokens counted as they come; the length of the answers of `plain` is not known."""
+        rule, gamma = self.rules[name]
+        plain, answers, counter = self.answers.get("plain"), [], itertools.count(1)
         length = sum(len(a.tokens) for a in plain) if plain else self.max_new_tokens * len(self.prompts)
-        of, every = f"of {length}" if plain else f"of at most {length}", self.turns * len(self.rules)
-        self.notify(words, answered / every)
-        answers, counter = [], itertools.count(1)
+        of = "of" if plain else "of at most"
         for prompt in self.prompts:
-            answer = stream(self.pair, prompt, rule, gamma=gamma, max_new_tokens=self.max_new_tokens)
-            for _, count in zip(answer, counter, strict=False):
-                self.notify(f"{words}, {count} {of} tokens", (answered + min(count / length, 1)) / every)
+            drafts = self._like_exact() if gamma is None else gamma
+            answer = stream(self.pair, prompt, rule, gamma=drafts, max_new_tokens=self.max_new_tokens)
+            for _piece, count in zip(answer, counter, strict=False):
+                self.turns.report(f", {count} {of} {length} tokens", min(count / length, 1))
             answers.append(answer.generation)
-        return answers
+        self.answers.setdefault(name, answers)
 
     def _like_exact(self) -> int:
         """γ of a relaxed rule: as many drafts per step as `exact` had in the first turn."""
         return max(1, round(pooled_figures(self.answers["exact"])["gamma_mean"] or 0))
 
-    def _row(self, name: str, turns: int) -> dict[str, Any]:
-        """The figures of a rule: medians of so many turns, the answers of the first."""
-        answers, (rule, gamma) = self.answers[name], self.rules[name]
-        plain = self.answers["plain"]
-        speed = {
-            n: sum(len(a.tokens) for a in self.answers[n]) / median(self.seconds[n][:turns]) for n in ("plain", name)
-        }
+    def _row(self, name: str, seconds: Sequence[float]) -> dict[str, Any]:
+        """The figures of a rule: medians of these turns, the answers of the first."""
+        answers, (rule, gamma), plain = self.answers[name], self.rules[name], self.answers["plain"]
+        times = {"plain": self.turns.seconds["plain"][: len(seconds)], name: seconds}
+        speed = {n: sum(len(a.tokens) for a in self.answers[n]) / median(each) for n, each in times.items()}
         return {
             "rule": name,
             "uses_judge": rule == RELAXED or isinstance(rule, Judged),
             "gamma": gamma,
             **pooled_figures(answers),
             "passes": sum(a.cycles + 1 for a in answers),
-            "seconds": self.seconds[name][:turns],
+            "seconds": seconds,
             "tokens_per_second": speed[name],
             "speed_over_plain": speed[name] / speed["plain"],
             "busy": self.result["busy"],

@@ -121,7 +121,7 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
         progress.print(f"\nWhat speculation gains: {pair.name}, {pair.dtype}, one question by turns\n")
         progress.print(f"> {gain.result['prompt']}\n")
         for turn, name, spent in gain.measure():
-            plain = 0.0 if name == "plain" else gain.seconds["plain"][-1]
+            plain = 0.0 if name == "plain" else gain.turns.seconds["plain"][-1]
             faster = f", {plain / spent:.1f} × as fast as plain" if plain else ""
             progress.print(f"turn {turn}: {name} {spent:.1f} s{faster}")
             if turn == 1 and not plain and (left := spent * (config.turns * len(gain.rules) - 1)) > SLOW:

@@ -18,7 +18,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import SAMPLES, bootstrap_interval
 from selfjudge.evaluate.config import EvalConfig, RuleRun, TaskExamples
 from selfjudge.evaluate.consistency import Entails, measure_consistency
-from selfjudge.evaluate.likelihood import find_substitutions, make_example_rows
+from selfjudge.evaluate.viewer import count_substitutions, make_example_row
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_json, write_rows
 from selfjudge.store.run_folder import LoadWatch, describe_load
@@ -33,6 +33,7 @@ NOT_COMPARED: Mapping[str, Any] = {
 }  # fmt: skip
 """The fields that a comparison with `exact` fills in."""
 PART_ONLY = ("token_ids", "origins", "judged_tokens")  # keys that rows lose when the parts are joined
+TRACED = 32  # answers of a run that are decoded once more to be traced, where parts are not
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 Answers = tuple[list[Generation], dict[str, float]]
 """The answers to prompts, in their order, and the seconds by phase with their `total`."""
@@ -44,6 +45,7 @@ class Answerer(ABC):
     engine: str  # name of what runs the models
     one_gamma = False  # whether another γ takes another start of the engine: then γ is not measured
     trace = False  # whether answers are to say what the target wanted at judged tokens, which takes some time
+    captures = False  # whether a trace takes captured graphs of its own: then few answers are traced, once more
 
     @property
     @abstractmethod
@@ -67,6 +69,7 @@ class TorchAnswerer(Answerer):
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.engine = choose_kind(pair.target_model, int8=pair.target_model.int8)
+        self.captures = self.device == "cuda"
 
     @property
     def device(self) -> str:
@@ -142,9 +145,9 @@ class Execution:
             yield number / len(parts)
             if self.parts_folder.sealed(name, self.run.identity, PartSeal) is None:
                 load = LoadWatch()
-                # of floats a pass says more, and later parts are timed
-                self.answerer.trace = number == 0 and not self.pair.target_model.full_precision
-                answers, seconds = self._answer(rows)
+                timed = number > 0 and self.config.times
+                self.answerer.trace = not (timed or self.answerer.captures)
+                answers, seconds = self.answerer.answer(*self._ask(rows))
                 times = {"seconds": seconds, "load": load.usage}
                 write_rows(self.folder / "work" / f"{name}.jsonl", self._score(rows, answers))
                 self.parts_folder.seal(name, [f"work/{name}.jsonl"], self.run.identity, **times)
@@ -156,11 +159,11 @@ class Execution:
         starts = range(0, len(rows), self.batch)
         return {f"part-{number:05d}": rows[start : start + self.batch] for number, start in enumerate(starts)}
 
-    def _answer(self, rows: Sequence[Row]) -> Answers:
-        """The answers of a part and its seconds by phase. A row's seed does not depend on the part it is in."""
+    def _ask(self, rows: Sequence[Row]) -> tuple[list[Prompt], AcceptanceRule, int, int, list[int]]:
+        """What is asked of the answerer for these rows. A row's seed does not depend on the part it is in."""
         seeds = [row_seed(self.config.seed, self.examples.places[row["id"]]) for row in rows]
         prompts = [self.task.prompt(row) for row in rows]
-        return self.answerer.answer(prompts, self.run.rule, self.run.gamma, self.max_new_tokens, seeds)
+        return prompts, self.run.rule, self.run.gamma, self.max_new_tokens, seeds
 
     def _score(self, rows: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
         """A sample for every example."""
@@ -178,7 +181,12 @@ class Execution:
         by_part = [list(read_rows(self.folder / "work" / f"{name}.jsonl", PartSample)) for name in parts]
         samples = [sample for part in by_part for sample in part]
         answers = [restore_answer(sample) for sample in samples]
-        prompts = [self.task.prompt(row) for row in self.examples.rows]
+        judged = [i for i, answer in enumerate(answers) if "judge" in answer.origins]
+        traced = judged[: max(TRACED, self.config.examples)]
+        asked = self._ask([self.examples.rows[i] for i in traced])
+        again = trace_again(self.answerer, [answers[i] for i in traced], *asked)
+        for i, answer in zip(traced, again, strict=True):
+            answers[i] = answer
         write_rows(self.folder / "examples.jsonl", self._choose_examples(samples, answers))
         kept = [{k: v for k, v in s.items() if k not in PART_ONLY} for s in samples]
         write_rows(self.folder / SAMPLES, kept)
@@ -188,7 +196,7 @@ class Execution:
             "batch": self.batch,
             "max_new_tokens": self.max_new_tokens,
             **self._times(parts, [sum(sample["tokens"] for sample in part) for part in by_part]),
-            "substitutions": find_substitutions(self.pair, prompts, answers),
+            "substitutions": count_substitutions(answers),
         }
         write_json(self.folder / "summary.json", summary)
         shutil.rmtree(self.folder / "work", ignore_errors=True)
@@ -212,10 +220,21 @@ class Execution:
         """The first answers with a judged token, else the first ones, token by token."""
         chosen = sorted(range(len(answers)), key=lambda i: "judge" not in answers[i].origins)[: self.config.examples]
         prompts = [self.task.prompt(self.examples.rows[i]) for i in chosen]
-        rows = make_example_rows(self.pair, prompts, [answers[i] for i in chosen], self.run.rule.judge)
         return [
-            {"id": samples[i]["id"], "score": samples[i]["score"], **row} for i, row in zip(chosen, rows, strict=True)
+            {name: samples[i][name] for name in ("id", "score")} | make_example_row(self.pair, prompt, answers[i])
+            for i, prompt in zip(chosen, prompts, strict=True)
         ]
+
+
+def trace_again(answerer: Answerer, answers: Sequence[Generation], *asked: Any) -> Sequence[Generation]:
+    """Answers to what was asked, decoded once more and traced where that takes graphs of its own, else as they are; so
+    are those that rounding makes others."""
+    if not (answers and answerer.captures):
+        return answers
+    answerer.trace = True
+    again, _ = answerer.answer(*asked)
+    answerer.trace = False
+    return [new if new.tokens == old.tokens else old for old, new in zip(answers, again, strict=True)]
 
 
 def make_sample(name: str, answer: Generation, scored: tuple[str | None, dict[str, float]]) -> Row:

@@ -43,7 +43,7 @@ from selfjudge.store.schema import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.tasks import split_of
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
-from selfjudge.types import Notify, Warn, default_gamma, ignore
+from selfjudge.types import Notify, Warn, default_gamma, ignore, prefix_stages
 
 FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")  # rules that need no judge
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
@@ -80,10 +80,8 @@ def evaluate_rules(
     out = Path(out)
     entails, nli = _load_entailment(pair, out, tasks, config.nli, warn)
     evaluation = Evaluation(pair, answerer, out, replace(config, nli=nli), entails)
-    if pair.target_model.file is not None:
-        warn("q4 weights: likelihoods are of substituted tokens in the first batch; `dtype` float32 has those of all")
-    elif not pair.target_model.full_precision:
-        warn("the target is not in this process: examples have no likelihoods, and substitutions are not counted")
+    if not isinstance(answerer, TorchAnswerer):
+        warn(f"{answerer.engine} does not say what the target wanted: substitutions are not counted")
     with RunFolder(out).working(_shared_settings(evaluation)):
         write_json(out / "run.json", _provenance(evaluation.config, runs, out / "run.json"))
         summaries: list[dict[str, Any]] = []
@@ -212,7 +210,7 @@ def reproduce_paper(
     judges = train_judges(folders, out / "judges", preset, device=device, notify=notify, warn=warn)
     for task, rules, gammas in plan_evaluations(preset, list(judges)):
         one = replace(settings, tasks=(task,), rules=tuple(rules), gammas=gammas)
-        evaluate_rules(pair, out / "eval", one, judges=judges, notify=_prefix_stages("evaluating", notify), warn=warn)
+        evaluate_rules(pair, out / "eval", one, judges=judges, notify=prefix_stages("evaluating", notify), warn=warn)
     return report([out], out / "report.html")
 
 
@@ -272,7 +270,7 @@ def train_judges(
         folder = out / name
         if not (folder / "config.json").is_file():
             try:
-                train_judge([labels], folder, settings, device=device, notify=_prefix_stages(f"judge {name}", notify))
+                train_judge([labels], folder, settings, device=device, notify=prefix_stages(f"judge {name}", notify))
             except SelfJudgeError as error:
                 if name == "selfjudge":
                     raise
@@ -299,7 +297,3 @@ def _plan_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tuple
             wanted[method] = folders[method], TrainConfig()
     lengths = SUFFIX_LENGTHS if preset.sweep_tasks else ()
     return wanted | {f"n={n}": (own, TrainConfig(suffix_length=n)) for n in lengths}
-
-
-def _prefix_stages(name: str, notify: Notify) -> Notify:
-    return lambda stage, share: notify(f"{name}: {stage}", share)

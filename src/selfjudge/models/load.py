@@ -98,11 +98,6 @@ class Target(LoadedModel):
             return "q4"
         return "int8" if self.int8 else str(self.module.dtype).removeprefix("torch.")
 
-    @property
-    def full_precision(self) -> bool:
-        """Whether the weights are here as floats: neither in a GGUF file nor in a remote engine."""
-        return self.file is None and not any(parameter.is_meta for parameter in self.module.parameters())
-
     def check_full_precision(self) -> None:
         """Refuse a model whose weights stay in a file, before any work."""
         if self.file is not None:

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from selfjudge.decoding.rule_parser import rule_text
+from selfjudge.decoding.text import row_seed
 from selfjudge.evaluate.compare import bootstrap_interval
-from selfjudge.evaluate.execute import Answerer, TorchAnswerer, restore_answer
-from selfjudge.evaluate.likelihood import make_example_rows
+from selfjudge.evaluate.execute import Answerer, TorchAnswerer, restore_answer, trace_again
+from selfjudge.evaluate.viewer import make_example_row
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import hash_tokenizer
@@ -248,14 +249,17 @@ def choose_examples(job: TuneJob, best: RuleTrial | None) -> list[dict[str, Any]
     order = sorted(range(len(best.differences)), key=lambda i: -abs(best.differences[i]))
     lost = [i for i in order if best.differences[i] > 0][: job.config.examples]
     gained = [i for i in order if best.differences[i] < 0][: job.config.examples]
-    judge = job.plan(best.rule, best.gamma).rule.judge
-    chosen = []
-    for i in (*lost, *gained):
-        prompt, difference, answers = job.prompts[i], -best.differences[i], []
-        for rule, sample, own_judge in (("exact", best.exact[i], None), (best.rule, best.samples[i], judge)):
-            (row,) = make_example_rows(job.pair, [prompt.prompt], [restore_answer(sample)], own_judge)
+    chosen, run = (*lost, *gained), job.plan(best.rule, best.gamma)
+    asked = [job.prompts[i].prompt for i in chosen], run.rule, run.gamma, job.max_new_tokens
+    seeds = [row_seed(0, i) for i in chosen]
+    answers = trace_again(job.answerer, [restore_answer(best.samples[i]) for i in chosen], *asked, seeds)
+    shown = []
+    for i, answer in zip(chosen, answers, strict=True):
+        prompt, difference, sides = job.prompts[i], -best.differences[i], []
+        exact = "exact", best.exact[i], restore_answer(best.exact[i])
+        for rule, sample, made in (exact, (best.rule, best.samples[i], answer)):
             scored = {"rule": rule, "score": sample["score"], "answer": sample["answer"]}
-            answers.append({**scored, "prompt": row["prompt"], "tokens": row["tokens"]})
+            sides.append(scored | make_example_row(job.pair, prompt.prompt, made))
         kind = "lost" if difference < 0 else "gained"
-        chosen.append({"kind": kind, "id": prompt.id, "difference": difference, "answers": answers})
-    return chosen
+        shown.append({"kind": kind, "id": prompt.id, "difference": difference, "answers": sides})
+    return shown

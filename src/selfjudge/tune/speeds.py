@@ -12,13 +12,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from selfjudge.bench.turns import Turns
 from selfjudge.evaluate.compare import Interval, compare_rates
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
-from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tasks import Prompt, Row
 from selfjudge.tune.families import Families, find_best, is_promising
-from selfjudge.types import Notify, Origin, ignore
+from selfjudge.types import Notify, Origin, ignore, prefix_stages
 
 # Tokens of an answer that is counted or timed, by device: fewer would time prefill and what guards verify exactly.
 TIMED_TOKENS = {"cpu": 64, "cuda": 256}
@@ -115,16 +115,18 @@ class PairSearch:
 
 @dataclass(eq=False)
 class Timing:
-    """A rule at one γ: tokens and seconds of each turn."""
+    """A rule at one γ, and its turns."""
 
     rule: str  # the rule as text; plain decoding is `plain`
     run: RuleRun
-    tokens: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    turns: list[tuple[int, float]] = field(default_factory=list)  # tokens and seconds of each
+
+    def __str__(self) -> str:
+        return self.rule
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(self.tokens) / sum(self.seconds)
+        return sum(tokens for tokens, _ in self.turns) / sum(seconds for _, seconds in self.turns)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Comparison:
     @property
     def doubt(self) -> str:
         """Why no speed follows from the times; empty where one does."""
-        turns = min(len(timing.seconds) for timing in self.timings.values())
+        turns = min(len(timing.turns) for timing in self.timings.values())
         if self.busy or turns >= FEWEST_TURNS:
             return self.busy
         return f"the time was up after {turns} of {FEWEST_TURNS} turns: too few to compare speeds"
@@ -148,7 +150,7 @@ class Comparison:
             return None
         others = [self.timings[name] for name in ("exact", "plain") if name in self.timings]
         best = max(others, key=lambda other: other.tokens_per_second)
-        return compare_rates(np.asarray([timing.tokens, timing.seconds, best.tokens, best.seconds], float).T)
+        return compare_rates(np.hstack([timing.turns, best.turns]))
 
 
 @dataclass(frozen=True)
@@ -182,22 +184,18 @@ class Clock:
             others = [Timing("plain", self.plan("exact", 0)), *others]
         timings, size, cuda = [first, *others, last], max(self.load, FEWEST_ROWS), self.answerer.device == "cuda"
         parts = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)] or [prompts]
-        if time.monotonic() < deadline:
-            for timing in timings if cuda else timings[:1]:
-                self._answer(timing, parts[0][: self.load], tokens if cuda else 8)
-        load = LoadWatch()
-        for turn in range(FEWEST_TURNS):
-            if time.monotonic() >= deadline:
-                break
-            for number, timing in enumerate(timings[:: -1 if turn % 2 else 1]):
-                share = (turn + number / len(timings)) / FEWEST_TURNS
-                self.notify(f"comparing speeds, {self.load} at a time, turn {turn + 1} of {FEWEST_TURNS}", share)
-                made, seconds = self._answer(timing, parts[turn % len(parts)], tokens)
-                timing.tokens.append(made)
-                timing.seconds.append(seconds)
-        busy = load.describe(list(zip(first.seconds, last.seconds, strict=True)))
-        first.tokens = [sum(turn) for turn in zip(first.tokens, last.tokens, strict=True)]
-        first.seconds = [sum(turn) for turn in zip(first.seconds, last.seconds, strict=True)]
+        say = prefix_stages(f"comparing speeds, {self.load} at a time", self.notify)
+        turns = Turns(timings, FEWEST_TURNS, say, deadline, both_ways=True)
+
+        def answer(turn: int, timing: Timing) -> float:
+            timing.turns.append(self._answer(timing, parts[turn % len(parts)], tokens))
+            return timing.turns[-1][1]
+
+        short, cold = (tokens, timings) if cuda else (8, timings[:1])
+        for _ in turns.run(answer, lambda cold: self._answer(cold, parts[0][: self.load], short), cold):
+            pass
+        busy = turns.load.describe(list(zip(turns.seconds[first], turns.seconds[last], strict=True)))
+        first.turns = np.add(first.turns, last.turns).tolist()
         return Comparison({timing.rule: timing for timing in (first, *others)}, busy)
 
     def _answer(self, timing: Timing, prompts: Sequence[Prompt], tokens: int) -> tuple[int, float]:

@@ -315,7 +315,9 @@ class Tuning:
         if self.folder.sealed(name, run.identity, PartSeal) is None:
             seeds = [row_seed(0, number * job.batch + i) for i in range(len(prompts))]
             texts = [prompt.prompt for prompt in prompts]
+            job.answerer.trace = not job.answerer.captures
             answers, seconds = job.answerer.answer(texts, run.rule, run.gamma, job.max_new_tokens, seeds)
+            job.answerer.trace = False  # what is timed is not traced
             same = [i for i in range(len(exact)) if "judge" not in answers[i].origins]
             scores = {i: (exact[i]["answer"], exact[i]["scores"]) for i in same}
             others = [i for i in range(len(prompts)) if i not in scores]
