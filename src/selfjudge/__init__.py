@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from selfjudge.types import lazy_exports as _lazy_exports
 
-# Threads of OpenMP wait for each other awake, by default for milliseconds. Beside another busy program that makes
-# decoding ten times slower; 0.2 ms do as well when there is none. OpenMP reads this when torch is loaded.
+# By default waiting OpenMP threads spin: ten times slower beside a busy program. Set before torch is loaded.
 if "OMP_WAIT_POLICY" not in _os.environ:
     _os.environ.setdefault("GOMP_SPINCOUNT", "4000" if _platform.machine() in ("x86_64", "AMD64") else "100000")
 

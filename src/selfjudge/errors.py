@@ -8,8 +8,7 @@ EMPTY_PROMPT = "the prompt is empty: give at least one word"
 
 class SelfJudgeError(Exception):
     """Wrong input or a failed resource. The command line prints it as one line and exits with 2.
-
-    Messages name arguments in backticks: `max_new_tokens`. The command line shows them as its options."""
+    Messages name arguments in backticks (`max_new_tokens`); the command line shows them as its options."""
 
 
 def first_line(error: Exception) -> str:

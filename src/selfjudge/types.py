@@ -1,6 +1,4 @@
-"""Records exchanged between modules. Shapes are written in the paper's letters: B rows, γ drafts, V tokens, H hidden.
-
-This module imports no torch: reports and stores read these records on machines that have none."""
+"""Records exchanged between modules: B rows, γ drafts, V tokens, H hidden. No torch here: reports run without it."""
 
 from __future__ import annotations
 
@@ -40,16 +38,14 @@ def explain(*labels: str) -> str:
 
 
 def default_gamma(device: str) -> int:
-    """The default γ where it is a fixed number, so that results do not depend on the machine.
-    On a CPU a pass of many tokens costs more, so fewer pay."""
+    """Fixed γ, so that results do not depend on speed; smaller on a CPU, where passes of many tokens cost more."""
     return 3 if device == "cpu" else 5
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package that re-exports names when they are first used: those that
-    its `__init__.py`, this `file`, imports under `if TYPE_CHECKING`, where type checkers and editors see them.
-
-    So that a command line that only checks its input, or a report, does not wait for torch."""
+    """`__getattr__`, `__dir__` and `__all__` of a package whose names are imported at first use: those under `if
+    TYPE_CHECKING` in its `__init__.py`, this `file`. A command line that only checks its input then need not wait for
+    torch."""
     blocks = [node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     where = {alias.name: "." * node.level + str(node.module) for node in imports for alias in node.names}
@@ -84,9 +80,7 @@ def setting(
     choices: Sequence[str] = (),
     word: str | None = None,
 ) -> Any:
-    """A field of a config: default, meaning and range, declared once for Python and for the command line.
-
-    `word` may stand in place of a whole number."""
+    """A config field: default, meaning and range, for Python and command line. `word` may replace a whole number."""
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "choices": tuple(choices), "word": word}
     return field(default=default, metadata={"help": help, **limits})
 
@@ -116,8 +110,7 @@ def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
 
 
 Origin = Literal["draft", "judge", "target"]
-"""Who put a token there: `draft` = drafted and aligned, `judge` = drafted and accepted against alignment
-(by the judge or by a relaxed rule), `target` = the target's own correction or bonus token."""
+"""A drafted token that is aligned (`draft`) or accepted anyway (`judge`), or the target's own choice (`target`)."""
 
 Finish = Literal["eos", "length", "stop"]
 
@@ -141,22 +134,15 @@ class Block:
 
     draft_tokens: Tensor  # [B, γ] the drafts d_1 … d_γ
     target_logits: Tensor  # [B, γ+1, V] row i−1 predicts d_i; the last row predicts the bonus token
-    hidden: Tensor | None = None
-    """[B, γ+1, H] the tensor that feeds the LM head (after the final norm); row i is the state *at* d_i."""
+    hidden: Tensor | None = None  # [B, γ+1, H] what feeds the LM head, after the norm; row i is the state *at* d_i
     draft_logits: Tensor | None = None
-    """[B, γ, V] the logits the drafts were drawn from, temperature and filters applied; only for sampling, and for
-    rules that read them."""
-    uniforms: Tensor | None = None
-    """[B, γ+1] one number in [0, 1) for each draft's acceptance and one for the token after (sampling only)."""
-    scores: Tensor | None = None
-    """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked; NaN where it could not say."""
-    argmax: tuple[Tensor, Tensor] | None = None
-    """[B, γ+1] the target's most likely token of each row, and whether the row has a NaN or +inf."""
-    limits: Tensor | None = None
-    """[B] how many drafts each row has, its first ones, 0 … γ; None where all rows have γ. Nothing beyond counts."""
+    """[B, γ, V] the warped logits that drafts were drawn from; only for sampling, and for rules that read them."""
+    uniforms: Tensor | None = None  # [B, γ+1] in [0, 1): for each draft's acceptance and the token after; sampling only
+    scores: Tensor | None = None  # [B, γ] the judge's P(acceptable), if a judge was asked; NaN where it could not say
+    argmax: tuple[Tensor, Tensor] | None = None  # [B, γ+1] the target's likeliest tokens; rows with a NaN or +inf
+    limits: Tensor | None = None  # [B] how many drafts each row has, 0 … γ, its first ones; None: all rows have γ
     spent: Tensor | None = None  # [B] what each answer has spent so far, under rules with a budget; None: nothing
-    exact_only: Tensor | None = None
-    """[B, γ] where alignment alone decides, by a guard of the whole answer; None: nowhere."""
+    exact_only: Tensor | None = None  # [B, γ] where alignment alone decides, by a guard of the answer; None: nowhere
     settings: Tensor | None = None  # [B, SETTINGS] what each row asks, where rows have rules of their own
 
     @property
@@ -203,9 +189,7 @@ class Emission(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenColumn(Sequence[Emission]):
-    """The emissions of a step without drafts: one token a row, as arrays; an `Emission` is made when it is looked at.
-
-    A batch of a thousand rows has a thousand of them every few milliseconds: fast callers read the arrays."""
+    """Emissions of a step without drafts, one token a row: arrays, since thousands of `Emission`s are slow to make."""
 
     rows: NDArray[Any]
     tokens: NDArray[Any]
@@ -237,21 +221,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One target pass over all active rows. Cycle 0 is a prefill: its tokens belong to no cycle.
-
-    Where prompts are read in chunks, those before the last are steps of cycle 0 without emissions and seconds."""
+    """One target pass over all active rows. Cycle 0 is a prefill: its tokens belong to no cycle. Where a prompt is read
+    in chunks, only the last one has emissions and seconds."""
 
     cycle: int
     emissions: Sequence[Emission]
     seconds: Mapping[str, float]  # wall clock of this step by phase: draft, target, judge, rule
     non_finite: bool = False  # whether a non-finite logit or hidden state was met
     drafted: int = 0  # draft tokens of a row in this step: the most where rows have unlike γ
-    cost: float = 0.0
-    """With γ = auto: seconds that the table of costs has for this step, whatever else the machine does; else 0."""
+    cost: float = 0.0  # with γ = auto: seconds of this step by the table of costs, whatever the machine does; else 0
     plain_cost: float = 0.0  # the same of a step without drafts
     out_of_memory: tuple[int, ...] = ()  # rows that were given up: the device has no memory for them
-    cached: Mapping[int, int] = field(default_factory=dict)
-    """Tokens of a prompt that the target did not read: they were found in the prefix cache. Of rows that enter."""
+    cached: Mapping[int, int] = field(default_factory=dict)  # of rows that enter: prompt tokens from the prefix cache
 
 
 PHASES = ("draft", "target", "judge", "rule")
@@ -267,14 +248,11 @@ class Generation:
     cycles: int
     finish: Finish
     prompt_tokens: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall clock by phase plus `total`; in a batch, the time of the passes this row took part in."""
+    seconds: Mapping[str, float] = field(default_factory=dict)  # wall clock by phase and `total`, of this row's passes
     judged_tokens: tuple[JudgedToken, ...] = ()  # the tokens of origin `judge`, and what the target wanted there
     drafted: int = 0  # draft tokens of all cycles, accepted or not
-    gamma: int | None = None
-    """γ where it was the same for the whole answer: given, or chosen when the request entered; else None."""
-    speed_over_plain: float | None = None
-    """Speed of the cycles over plain decoding, by what both cost on this machine; None where γ is fixed."""
+    gamma: int | None = None  # γ where the whole answer had one, given or chosen as it entered; else None
+    speed_over_plain: float | None = None  # speed over plain decoding, by what both cost here; None: γ is fixed
     guarded_tokens: int = 0  # tokens of the cycles that a guard left to exact verification
     cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
 
@@ -304,8 +282,7 @@ class Generation:
 
 
 def pooled_figures(generations: Sequence[Generation]) -> dict[str, float | None]:
-    """The figures of a whole set as tables print them: `gamma_mean`, `mean_accepted_length` (Σ tokens / Σ cycles) and
-    `judged_share` (of all tokens); None where there is nothing to divide by."""
+    """`gamma_mean`, `mean_accepted_length` (Σ tokens / Σ cycles), `judged_share` of a set; None instead of x / 0."""
     cycles, tokens = sum(g.cycles for g in generations), sum(len(g.tokens) for g in generations)
     in_cycles = sum(len(g.tokens) - 1 for g in generations if g.cycles)
     judged = sum(g.origins.count("judge") for g in generations)

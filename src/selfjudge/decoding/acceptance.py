@@ -1,7 +1,6 @@
-"""How many drafts are accepted, learnt while decoding: by position, by the draft's probability, and by γ.
-
-Of one γ the counts of positions say little of another: a short block begins where the last one ended, often in the
-middle of what was easy. `RowBlocks` therefore cuts what was accepted into the blocks of every γ."""
+"""Counts of accepted drafts: by position, by the draft's probability, and by γ.
+Counts of one γ say little of another, since a short block often begins within an easy passage. `RowBlocks` therefore
+cuts accepted tokens into the blocks of every γ."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class RowBlocks(NamedTuple):
     """What each row's latest blocks say of every γ; changed in place."""
 
     counts: NDArray[np.float64]  # [B, BLOCK_COUNTS]; earlier cycles fade
-    run: NDArray[np.int64]
-    """[B] tokens since a draft was last rejected: a longer block might have had the next ones, too."""
+    run: NDArray[np.int64]  # [B] tokens since the last rejection: a longer block might have had the next ones, too
 
     @classmethod
     def new(cls, rows: int) -> RowBlocks:
@@ -113,9 +111,8 @@ class RowBlocks(NamedTuple):
         all_rows: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         """Count a cycle in which row b accepted accepted[b] of limits[b] drafts; return the mean of the live rows.
-
-        After a block that was accepted in full the target chose a token itself. A longer block would have had it about
-        as often as the first draft after such blocks is accepted, by the counts of `all_rows`."""
+        A full block ends with a token of the target. A longer block would have had it about as often as the first draft
+        after a full block is accepted, by the counts of `all_rows`."""
         before, accepted, full = self.run[live], accepted[live], accepted[live] == limits[live]
         tokens, sizes = accepted + 1, np.arange(1, MAX_GAMMA + 2)
         after = before + tokens

@@ -1,7 +1,5 @@
-"""Edits that parameters of a request ask for: penalties, a bias, a least length, and log-probabilities that are noted.
-
-They change the target's logits before temperature and rule, as in vLLM: lossless rules then follow the changed target.
-"""
+"""Edits that parameters of a request ask for: penalties, a bias, a least length, noted log-probabilities.
+They change the target's logits before temperature and rule, as in vLLM: lossless rules follow the changed target."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ BAN = -100.0  # a bias that forbids its token altogether, as OpenAI describes it
 
 
 class TokenLogprobs(NamedTuple):
-    """The target's log-probability of a token, and the most likely tokens at its place with theirs.
-
-    The first token of a prompt has none."""
+    """The target's log-probability of a token, and its most likely tokens with theirs. A prompt's first has none."""
 
     token: int
     logprob: float | None

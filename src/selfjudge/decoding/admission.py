@@ -27,8 +27,7 @@ class Request(NamedTuple):
     prompt: Sequence[int]  # token ids
     max_new_tokens: int = 256
     seed: int = 0  # seed of the row's random numbers, under sampling rules
-    structured: bool = False
-    """Whether the prompt asks for code or another structure: rules with that guard verify the whole answer exactly."""
+    structured: bool = False  # whether the prompt asks for code or other structure: guarded rules verify it exactly
     ignore_eos: bool = False  # whether the answer goes on after an end token
     edits: RowEdits = ()  # what reads or changes the logits of this answer; they are for one request alone
     rule: AcceptanceRule | None = None  # its own rule, where those of the batch are `RowRules`; `exact` if not given
@@ -61,8 +60,7 @@ class AdmissionQueue:
 class BatchRows:
     """The state of the rows in a batch."""
 
-    index: NDArray[np.int64]
-    """Number of each row, in the order of requests; −1 for idle rows, which fill a batch up to a captured size."""
+    index: NDArray[np.int64]  # number of each row, in the order of requests; −1: idle, to fill a captured size
     left: NDArray[np.int64]  # tokens that each row may still emit
     finished: NDArray[np.bool_]  # whether each row has ended
     gamma: NDArray[np.int64]  # γ of each row where it stays the same for the whole answer, else −1
@@ -74,8 +72,7 @@ class BatchRows:
 
     @classmethod
     def new(cls, numbers: Sequence[int], requests: Sequence[Request | None], gamma: int = -1) -> BatchRows:
-        """Rows with these numbers and requests; idle ones are finished from the start. A request's own γ goes before
-        `gamma`."""
+        """Rows with these numbers and requests; idle ones are finished. A request's own γ goes before `gamma`."""
         index, objects = np.array(numbers, np.int64), np.empty(len(numbers), object)
         for row, request in enumerate(requests):  # numpy would make a table of them
             objects[row] = request

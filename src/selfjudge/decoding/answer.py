@@ -12,13 +12,10 @@ from selfjudge.types import PHASES, Emission, Finish, Generation, JudgedToken, O
 
 @dataclass(eq=False)
 class Answer:
-    """An answer while it is decoded."""
-
     tokenizer: PreTrainedTokenizerBase
     stop: Sequence[str]
     prompt_tokens: int
-    streamed: bool = True
-    """Whether text is wanted token by token; a whole answer that nothing stops is decoded once, at its end."""
+    streamed: bool = True  # whether text is wanted token by token; else an answer without stops is decoded at its end
     stop_ids: Collection[int] = ()  # token ids that end the answer, without text of their own
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
@@ -32,8 +29,7 @@ class Answer:
     gamma: int = 0  # draft tokens of the latest cycle
     fixed_gamma: int | None = None  # γ where it is the same for the whole answer
     cost: float = 0.0  # seconds of all cycles by the table of costs; 0 where γ was fixed
-    plain_cost: float = 0.0
-    """Seconds of as many plain cycles as the answer has tokens after the first, by the same table."""
+    plain_cost: float = 0.0  # seconds of plain cycles for the tokens after the first, by the same table
     finish: Finish | None = None
     out_of_memory: bool = False  # whether it was given up: the device has no memory for it
     started: float = field(default_factory=time.perf_counter)

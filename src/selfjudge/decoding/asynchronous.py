@@ -45,8 +45,7 @@ class AsyncBatch(AbstractAsyncContextManager):
         prefix_cache: str | None = None,
         **options: Unpack[DecodingOptions],
     ) -> None:
-        """As for `Batch`, with the rule of requests that name none. Beside rules exact, margin, judged and sampling
-        requests may name another one of these."""
+        """As for `Batch`; requests may name another rule if this and theirs are exact, margin, judged or sampling."""
         own = Decoding(pair, rule, **options)
         fits = shares(shared := share_rules(pair, own.rule.judge or pair.judge), own.rule, own.gamma)
         limits: Any = {"rows": rows, "length": length, "prefix_cache": prefix_cache, "engine": own.engines.kind}
@@ -175,8 +174,7 @@ class AsyncBatch(AbstractAsyncContextManager):
 @dataclass(frozen=True, eq=False)
 class AsyncStream:
     """The pieces of one answer, to iterate over; afterwards `generation` holds the finished answer.
-
-    The answer is given up once its task is cancelled or the stream closed, as `contextlib.aclosing` does."""
+    Cancelling its task or closing the stream (`contextlib.aclosing`) gives the answer up."""
 
     _pieces: AsyncGenerator[Piece]
     _results: list[Generation]  # the pieces' generator does not know this object: it ends with the loop that it is in

@@ -32,11 +32,9 @@ class CyclePlan(NamedTuple):
 
 @dataclass
 class BatchGamma:
-    """Chooses γ for the cycles of one batch.
-
-    Rows under rules whose answers depend on γ get theirs when they enter, for good. While all other rows leave it open,
-    a controller chooses for each cycle. Beside rows that have a γ, they take what is best for them in cycles of at
-    least as many drafts."""
+    """Chooses γ for the cycles of one batch. Rows whose answers depend on γ get theirs when they enter, for good.
+    While all other rows leave it open, a controller chooses for each cycle. Beside rows that have a γ, they take what
+    is best for them in cycles of at least as many drafts."""
 
     engines: BatchEngines
     rule: AcceptanceRule
@@ -60,7 +58,6 @@ class BatchGamma:
         return self.most if self.controller is None and self.statistics is None else -1
 
     def rule_of(self, request: Request) -> AcceptanceRule:
-        """The rule of one row."""
         return (request.rule or EXACT) if self.by_row else self.rule
 
     def _find_policy(self, rule: AcceptanceRule) -> RequestGamma:
@@ -105,8 +102,7 @@ class BatchGamma:
             rows.gamma[i] = min(self.most, chosen[policy])
 
     def capture_choices(self, rows: int, controller: GammaController | RequestGamma) -> None:
-        """Before the first cycle of another number of rows: capture every γ that they may soon use; where the table
-        does not know so many rows, capture and time all of them."""
+        """Before the first cycle of so many rows, capture each γ that they may soon use; time what the table lacks."""
         statistics = controller.statistics
         costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
         known = (rows in costs.cycles or not usual) and costs.covers(rows)
@@ -138,9 +134,8 @@ class BatchGamma:
         rows: BatchRows,
         seconds: Mapping[str, float],
     ) -> tuple[float, float]:
-        """Count a cycle of so many `seconds` by phase, in which row b of the `live` ones accepted used[b] drafts.
-        Returns the seconds that the table of costs has for a plain cycle and for this one; zeros where γ is not
-        chosen."""
+        """Count a cycle of `seconds` by phase, in which row b of the `live` ones accepted used[b] drafts. Returns the
+        table's seconds of a plain cycle and of this one; zeros where γ is not chosen."""
         behind = plan.behind
         if plan.gammas is None or self.statistics is None:
             if self.controller is None:

@@ -1,7 +1,6 @@
-"""Captures and timings of cycles between answers: no row notices them.
-
-They write to cache slots after a row's tokens alone, as rejected drafts do, and everything else is put back. So a batch
-may have live rows meanwhile, and another number of rows than the cycle. Static engines only."""
+"""Captures and timings of cycles between answers, unnoticed by the rows.
+Static engines only. Like rejected drafts they write only to cache slots after a row's tokens, and everything else is
+put back. So a batch may have live rows meanwhile, and another number of rows than the cycle."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,7 @@ from selfjudge.types import Gamma
 def capture_cycles(
     engines: BatchEngines, rule: AcceptanceRule, rows: int, sizes: Iterable[CycleSize], *, trace: bool = False
 ) -> list[Cycle]:
-    """Capture the cycle of each size for so many rows, unless it is there; return them in this order.
-
-    The caches must have room for the rows (`reserve`). With `trace` the cycles are those of a loop that traces."""
+    """Capture each missing cycle for so many rows, for which `reserve` made room; return all in the order given."""
     cycles = []
     with _first_rows(engines.caches, rows):
         for size in sizes:
@@ -46,8 +43,7 @@ def list_uncaptured(
     *,
     trace: bool = False,
 ) -> list[tuple[int, CycleSize]]:
-    """The numbers of rows that a batch of at most `rows` may have, each with each size of cycle that it may use, unless
-    that is captured; no more in all than an engine keeps."""
+    """Each number of rows up to `rows` with each uncaptured size of cycle; no more in all than an engine keeps."""
     all_rows = sorted({min(engines.target.bucket(n), rows) for n in range(1, rows + 1)})
     usual = [(n, size) for n in all_rows for size in list_sizes(gamma, rule, statistics)][:CAPTURED_CYCLES]
     return [(n, size) for n, size in usual if not is_captured(engines, rule, size, trace=trace, rows=n)]
@@ -62,9 +58,7 @@ def list_sizes(gamma: Gamma, rule: AcceptanceRule, statistics: PairStatistics) -
 
 @torch.no_grad()
 def time_cycle(cycle: Cycle, repeats: int = 5) -> tuple[float, float]:
-    """Replay a captured cycle on the rows as they are; return the median seconds of drafting and of all the rest.
-
-    The draft reads nothing that plain cycles left to it: this is the time of a cycle after one with drafts."""
+    """Replay a captured cycle; return the median seconds of drafting and of the rest, as after one with drafts."""
     if cycle.captured is None:
         raise ValueError("only a captured cycle can be timed")
     with _first_rows(BatchEngines(cycle.target, cycle.draft).caches, len(cycle.last)):

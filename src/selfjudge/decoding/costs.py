@@ -1,7 +1,6 @@
-"""What cycles cost on this machine: measured on a small grid at first use, and kept in the cache folder.
-
-A table belongs to two models of one shape and dtype on one engine, device and version (`BatchEngines.shape`). It is not
-learnt from answers: those only show whether it still holds. Times of a busy machine are used and not kept."""
+"""What cycles cost on this machine: a small grid, measured at first use and kept in the cache folder.
+A table belongs to two models of one shape and dtype on one engine, device and version (`BatchEngines.shape`). Answers
+only show whether it still holds. Times of a busy machine are used and not kept."""
 
 import hashlib
 import json
@@ -48,12 +47,9 @@ class CostTable:
     def __init__(self, shape: str = "") -> None:
         """`shape` names models, engine, device and versions; a table without one is not kept."""
         self.shape = shape
-        self.cycles: dict[int, dict[int, tuple[float, float]]] = {}
-        """Rows → drafts → seconds of drafting, seconds of the rest."""
-        self.stale = False
-        """Whether cycles of answers contradict the table: it is measured again before the next batch, once."""
-        self.rough = False
-        """Whether some of it was measured beside other programs: good enough to choose by, not to be shown."""
+        self.cycles: dict[int, dict[int, tuple[float, float]]] = {}  # rows → drafts → seconds of drafting, of the rest
+        self.stale = False  # whether answers contradict the table: it is measured again before the next batch, once
+        self.rough = False  # whether some was measured beside other programs: good enough to choose by, not to show
         self.unmeasurable = False  # whether the context window is too short for a measurement
         self._renewed = False
         self._kept: set[int] = set()  # rows that are in the file, or may be written to it
@@ -76,7 +72,6 @@ class CostTable:
         self.drop(rows)
 
     def drop(self, rows: int) -> None:
-        """Forget so many rows."""
         self.cycles.pop(rows, None)
         self._kept.discard(rows)
         self._lists.clear()
@@ -87,8 +82,7 @@ class CostTable:
         self._lists.clear()
 
     def smooth(self, rows: int) -> None:
-        """Replace times that were measured beside other programs by straight lines over the drafts: by the median
-        slope, so that single slow ones do not count. Plain cycles, which take another kernel, stay as they are."""
+        """Replace disturbed times by lines of median slope over the drafts; plain cycles (another kernel) stay."""
         cells = {drafts: seconds for drafts, seconds in self.cycles[rows].items() if drafts}
         self.rough = True
         for part in (0, 1):
@@ -101,8 +95,7 @@ class CostTable:
                 self.add(rows, drafts, (old[0], start + slope * drafts) if part else (start + slope * drafts, old[1]))
 
     def seconds(self, rows: int, most: int) -> list[float]:
-        """Seconds of cycles of 0 … `most` drafts, rising: where one took longer than another with more drafts, the
-        machine was busy, and the shorter time counts."""
+        """Seconds of cycles of 0 … `most` drafts, rising: one that took longer than a later one met a busy machine."""
         if (rows, most) not in self._lists:
             times = [sum(self._estimate(rows, drafts)) for drafts in range(most + 1)]
             self._lists[rows, most] = [*accumulate(reversed(times), min)][::-1]

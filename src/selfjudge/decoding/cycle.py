@@ -1,6 +1,4 @@
-"""One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, the caches are rewound.
-
-Its result reaches the host as a `Packed`."""
+"""One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, the caches are rewound."""
 
 from __future__ import annotations
 
@@ -120,8 +118,7 @@ class Cycle:
         first: Tensor,
         row_state: Tensor | None = None,
     ) -> None:
-        """`first` [B] are the newest tokens of the rows, `row_state` what rules know of them; `trace` asks for what the
-        target wanted at judged tokens."""
+        """`first` [B] are the newest tokens, `row_state` what rules know; `trace` asks what the target wanted."""
         self.size = size
         gamma = size.gamma
         self.target, self.draft = engines.target, engines.draft
@@ -132,8 +129,7 @@ class Cycle:
         zeros = first.new_zeros((len(first), ROW_STATE), dtype=torch.float32)
         self.row_state = zeros if row_state is None else row_state.clone()
         """[B, ROW_STATE] what a rule has to know of each answer so far."""
-        self.limits = torch.full_like(first, gamma)
-        """[B] drafts of each row that are verified, where rows are `limited`."""
+        self.limits = torch.full_like(first, gamma)  # [B] drafts of each row that are verified, if rows are `limited`
         self.limited = size.limited
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
@@ -155,8 +151,7 @@ class Cycle:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Let the draft catch up, and capture what is new. A static engine needs memory for nothing else, and after an
-        error for want of it this may be called again."""
+        """Catch up and capture what is new: all that static engines need memory for. May be retried after an error."""
         self.timer = PhaseTimer(self.target.device)
         if self.draft is not None:
             with self.timer("draft"):
@@ -170,8 +165,7 @@ class Cycle:
         self, uniforms: Tensor | None, limits: Limits | None = None, edits: Sequence[RowEdits] = ()
     ) -> tuple[Packed, PhaseTimer]:
         """Start one cycle and return its outcome without waiting for it, unless there are `edits` of the rows.
-
-        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all of them are."""
+        Of row b only the first limits[b] drafts are verified, 0 … γ; without `limits`, all are."""
         if self.timer is None:
             self.prepare()
         timer, self.timer = self.timer, None
@@ -215,8 +209,7 @@ class Cycle:
             self.verified = self.verified.unowned() if self.verified and self.captured else None
 
     def limit(self, limits: Limits) -> None:
-        """Verify only the first limits[b] drafts of each row in this cycle. Unless the engine is static, `draft_on` may
-        still change that."""
+        """Verify only the first limits[b] drafts of each row; `draft_on` may change it if the engine is not static."""
         if self.target.static and not self.size.limited:
             raise ValueError("a captured cycle takes limits only if it is captured with them")
         values = torch.as_tensor(limits)
@@ -232,8 +225,7 @@ class Cycle:
             self.drafts, self.draft_logits = self._proposals(self.draft)
 
     def _proposals(self, draft: Drafter) -> tuple[Tensor, Tensor | None]:
-        """[B, γ] drafts and, for sampling and rules that read them, the [B, γ, V] logits they come from; fewer than γ
-        if `draft_on` says so."""
+        """[B, γ] drafts (fewer if `draft_on` says so) and, where they are read, the [B, γ, V] logits they come from."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
         size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
@@ -331,8 +323,7 @@ def find_cycle(
     first: Tensor,
     row_state: Tensor | None = None,
 ) -> Cycle:
-    """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one; arguments as of
-    `Cycle`."""
+    """The cycle that the engine captured for an earlier batch of its shape, else a new one; arguments: see `Cycle`."""
     trace = trace and size.gamma > 0 and not rule.lossless
     if not engines.target.static:
         return Cycle(engines, rule, CycleSize(size.gamma), trace=trace, first=first, row_state=row_state)
@@ -374,8 +365,7 @@ def _probabilities(logits: Tensor, tokens: Tensor) -> list[float]:
 
 
 def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:
-    """Draft logits over the target's vocabulary: a draft may know only some tokens, and models of one family pad their
-    embedding matrices to different sizes."""
+    """Draft logits over the target's vocabulary: a draft may know only some tokens, or be padded otherwise."""
     if ids is not None:
         return logits.new_full((len(logits), size), -torch.inf).index_copy_(1, ids, logits)
     missing = size - logits.shape[-1]

@@ -1,7 +1,6 @@
 """Objects that read or change the target's logits of one row: grammars, penalties, biases, log-probabilities.
-
-A request brings them (`Request.edits`). Between verification and judge the host hands them the logits of their row,
-so rules, judges and captured cycles know nothing of them. Batches without edits skip this step."""
+A request brings them (`Request.edits`). Between verification and judge the host hands them the logits of their row, so
+rules, judges and captured cycles know nothing of them. Batches without edits skip this step."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ class LogitsEdit(Protocol):
 
     def edit(self, logits: Tensor, drafts: Sequence[int]) -> None:
         """Read or change in place the logits [γ+1, V] of a pass; row i follows the answer so far and drafts[:i].
-
         The pass after a prompt has no drafts. The state must stay as it is: drafts may be rejected."""
 
     def advance(self, tokens: Sequence[int]) -> None:

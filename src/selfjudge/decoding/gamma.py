@@ -1,11 +1,10 @@
-"""γ = auto: chosen by what cycles cost on this machine and by how many drafts are accepted.
+"""γ = auto: chosen by what cycles cost on this machine (`costs.py`) and by how many drafts are accepted.
 
-Costs are measured once (`costs.py`); acceptance is counted while decoding. `PairStatistics` outlives batches. Where
-answers do not depend on γ, a `GammaController` chooses for one batch: before each cycle the maximum number of drafts
-(0: plain decoding), and during it, on engines that run from Python, whether one more draft is worth its time. Choices
-depend on costs, on earlier cycles and on the draft's own probabilities, never on what the target says of this block:
-lossless rules stay lossless.
-Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses it once for each request."""
+Where answers do not depend on γ, a `GammaController` chooses the maximum number of drafts before each cycle (0: plain
+decoding). On engines that run from Python it may also stop drafting within a cycle. Choices depend on costs, on earlier
+cycles and on the draft's own probabilities, never on what the target says of this block: lossless rules stay lossless.
+Under relaxed rules and sampling answers depend on γ: a `RequestGamma` chooses it once for each request.
+`PairStatistics` outlives batches."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,8 +43,7 @@ class DraftRecord:
     blocks: NDArray[np.float64] = field(default_factory=lambda: np.zeros(BLOCK_COUNTS))
     """Tokens and the cycles of each γ that make them (`RowBlocks`), of all rows."""
     credit: float = float("nan")  # seconds that probes may lose; NaN before the first batch
-    lost_seconds: float = 0.0
-    """Seconds lost because the best γ was not captured; once they exceed the cost of a capture, it is."""
+    lost_seconds: float = 0.0  # lost because the best γ was not captured; beyond the cost of a capture, it is
     entry_gamma: int = 0  # γ that requests got last when they entered with drafts; 0 before
     plain_entries: int = 0  # how often requests entered with γ = 0 since drafts were last tried
 
@@ -56,10 +54,8 @@ class PairStatistics:
 
     costs: CostTable = field(default_factory=CostTable)
     capture_seconds: float = 0.05  # seconds that the latest graph capture took
-    calibrations: dict[str, Calibration] = field(default_factory=dict)
-    """Calibration of the draft's probabilities under each rule."""
-    records: dict[tuple[str, int], DraftRecord] = field(default_factory=dict)
-    """Records by rule and by rows, within a factor of two."""
+    calibrations: dict[str, Calibration] = field(default_factory=dict)  # of the draft's probabilities, by rule
+    records: dict[tuple[str, int], DraftRecord] = field(default_factory=dict)  # by rule, and rows within a factor of 2
 
 
 class LiveRows(NamedTuple):
@@ -89,21 +85,19 @@ class GammaPolicy:
         return seconds[0], seconds[min(drafts, self.max_gamma)]
 
     def _find_record(self, rows: int) -> DraftRecord:
-        """The record that belongs to this rule and this number of rows."""
         return self.statistics.records.setdefault((self._rule, rows.bit_length()), DraftRecord())
 
 
 class RequestGamma(GammaPolicy):
-    """Chooses γ for requests when they enter, by the table and by what earlier answers accepted, and keeps to it: an
-    answer depends on this number, not on its neighbours or on the clock."""
+    """Chooses a request's γ once, when it enters: its answer must not depend on neighbours or on the clock."""
 
     KNOWN = 50.0  # tokens after which the counts of a record are believed
     CLEARLY = 1.03  # another γ must be faster by this factor: the same request then gives the same answer
 
     def choose(self, rows: int, most: int = 0) -> int:
-        """γ of requests that enter now, in a batch of so many rows in which others have at most `most`: cycles draft as
-        much for all. Where drafts do not pay it is 0, and drafts are tried again so seldom that trying loses no more
-        than `PROBE_BUDGET`."""
+        """γ of requests that enter a batch of so many rows, whose others have at most `most`: cycles draft as much for
+        all.
+        It is 0 where drafts do not pay; they are retried so seldom that this loses no more than `PROBE_BUDGET`."""
         table = self.statistics.costs.seconds(rows, self.max_gamma)
         tokens = tokens_by_gamma(self._find_blocks(rows)).tolist()
         speeds = {gamma: tokens[gamma] / table[max(gamma, most)] for gamma in self.choices}
@@ -147,8 +141,7 @@ class GammaController(GammaPolicy):
     def __init__(
         self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False, steady: bool = False
     ) -> None:
-        """On `static` engines a cycle cannot stop drafting early. A `steady` batch takes new rows where others end: all
-        tokens count alike. Else its slowest rows decide when it ends."""
+        """`static` cycles cannot stop early. A `steady` batch takes new rows; in others the slowest decide the end."""
         super().__init__(statistics, rule)
         self.static, self.steady = static, steady
         if not static:
@@ -170,8 +163,7 @@ class GammaController(GammaPolicy):
         self._draft_probabilities: list[NDArray[np.float64]] = []  # [B] for each draft of this cycle
 
     def choose(self, rows: int, behind: int = 0, live: LiveRows | None = None) -> int:
-        """Maximum drafts of a row in the next cycle. The draft model has not read the latest `behind` tokens of a row;
-        of the `live` rows it is known what each of them accepts."""
+        """Maximum drafts of a row in the next cycle. The draft has not read the latest `behind` tokens of a row."""
         self._select_record(rows)
         self._draft_probabilities = []
         if self._prefers_plain and not self._probes_left and self._record.credit < self._credit_needed:
@@ -201,8 +193,7 @@ class GammaController(GammaPolicy):
         return sorted(likely, key=lambda gamma: -speeds[gamma])
 
     def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
-        """Whether to draft on after a draft to which the draft model gave the probability q [B]. q is expensive: it is
-        not computed where drafting would end here even at the highest acceptance."""
+        """Whether to draft on after a draft of probability q [B]. q is expensive: computed only where it may matter."""
         drafts = len(self._draft_probabilities) + 1
         if drafts >= self.min_gamma and not self._pays(drafts, self._p_accepted * self.calibration.shares().max()):
             return False
@@ -211,8 +202,7 @@ class GammaController(GammaPolicy):
         return drafts < self.min_gamma or self._pays(drafts, self._p_accepted)
 
     def _pays(self, drafts: int, p_accepted: NDArray[np.float64]) -> bool:
-        """Whether further drafts are expected to win more tokens than their time is worth; p_accepted[b] is the
-        probability that row b accepts all `drafts` so far."""
+        """Whether further drafts are worth their time; row b accepts all `drafts` with probability p_accepted[b]."""
         rate = max(self._speed(self.max_gamma), 1 / self._table[0])
         p, won = sum(p_accepted.tolist()) / len(p_accepted), 0.0
         for i in range(drafts, self.max_gamma):
@@ -233,8 +223,7 @@ class GammaController(GammaPolicy):
         behind: bool = False,
     ) -> None:
         """Count a cycle of `drafts` drafts: [B] how many were `accepted`, and which rows are `alive`. Its `seconds` by
-        phase show whether the table holds, unless the draft model had to catch up (`behind`). `blocks`
-        are those of the rows."""
+        phase show whether the table holds, unless the draft had to catch up (`behind`)."""
         if not (behind and drafts):
             self.statistics.costs.watch(len(accepted), drafts, sum(seconds.values()))
         if not alive.any():
@@ -265,7 +254,6 @@ class GammaController(GammaPolicy):
         record.plain_tokens = LONG_DECAY * record.plain_tokens + cost / plain
 
     def _select_record(self, rows: int) -> None:
-        """Take the record that belongs to this number of rows."""
         if rows == self._rows:
             return
         record = self._find_record(rows)
@@ -296,8 +284,7 @@ class GammaController(GammaPolicy):
         self._tokens_by_gamma = tokens.tolist()
 
     def _speed(self, drafts: int) -> float:
-        """Tokens per second and row. On static engines the expected speed of γ = `drafts`; on others, which may stop
-        drafting early, that of the latest cycles with drafts, with earlier batches as prior."""
+        """Tokens per second and row: on static engines expected, else measured, with earlier batches as prior."""
         if self.static:
             return self._expected_speed(drafts)
         plain, weight = self._table[0], 3.0  # of the prior, in plain cycles
@@ -309,8 +296,7 @@ class GammaController(GammaPolicy):
         return self._tokens_by_gamma[drafts] / self._table[drafts]
 
     def _choose_drafts(self, may_capture: bool = False) -> int:
-        """Maximum drafts of a cycle with drafts. A static engine uses the best γ that it has captured; a clearly better
-        one, if it `may_capture`, once the time lost without it exceeds the cost of the capture."""
+        """Maximum drafts: of a static engine the best captured γ, or a better one if it `may_capture` and that pays."""
         if not self.static:
             return self.max_gamma
         speeds = {gamma: self._speed(gamma) for gamma in self.choices}

@@ -1,8 +1,7 @@
 """Grammars: an answer is text that a JSON schema, a regular expression, a list of choices or a grammar allows.
-
-llguidance compiles all of them to one kind of parser, over the bytes of the vocabulary. A row's parser follows the
-drafts of a block, masks the logits after each, and goes back: the answer is that of plain decoding under the grammar.
-Relaxed rules verify such an answer exactly from its first token to its last (`Request.structured`)."""
+llguidance compiles them to one kind of parser over the bytes of the vocabulary. A row's parser follows the drafts of a
+block, masks the logits after each, and goes back: the answer is that of plain decoding under the grammar. Relaxed rules
+verify such an answer exactly throughout (`Request.structured`)."""
 
 from __future__ import annotations
 
@@ -111,9 +110,7 @@ def _check_multiples(text: str) -> None:
 
 
 def grammar_text(kind: str, value: Any, *, strict: bool = True) -> str:
-    """What `compile_grammar` takes, from a `json` schema, a `regex`, a list of `choice`s or a `grammar` (Lark, GBNF).
-
-    A grammar may be the result of an earlier call."""
+    """Text for `compile_grammar` of a `json` schema, `regex`, `choice`s, `grammar` (Lark, GBNF) or earlier result."""
     if kind == "json":
         return f"start: {json_rule(value, strict=strict)}"
     if kind == "grammar" and value.startswith('{"grammars":'):
@@ -125,9 +122,7 @@ def grammar_text(kind: str, value: Any, *, strict: bool = True) -> str:
 
 
 def compile_grammar(pair: Pair, text: str) -> Grammar:
-    """The grammar over the tokens of a pair; takes a second for the first one, and up to seconds for a large one.
-
-    A SelfJudgeError says why no answer can follow it."""
+    """Compile a grammar for a pair, in up to seconds; a SelfJudgeError says why no answer can follow it."""
     grammar: Grammar = pair.target_model.keep("grammars", lambda: _compiler(_library(), pair))(text)
     return grammar
 

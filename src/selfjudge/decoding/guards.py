@@ -1,9 +1,9 @@
-"""Guards of relaxed rules: where alignment alone decides, by what an answer is about and by how far it is.
+"""Guards of relaxed rules: where alignment alone decides.
 
-The first tokens of an answer are verified exactly (`strict_start`): what a model refuses is decided there. So are code,
-JSON, tables and tool calls (`strict_code`): in whole answers whose prompt asks for them, elsewhere by the text so far.
-That is a state machine over characters, and a table says what each token does to each state. So a block is followed on
-the device, token by token, and a fence that opens in it counts from the next token on. Rows are independent."""
+The first tokens of an answer are verified exactly (`strict_start`): refusals are decided there. So are code, JSON,
+tables and tool calls (`strict_code`): in whole answers whose prompt asks for them, elsewhere by the text so far. A
+state machine over characters gives a table of what each token does to each state. So a block is followed on the device,
+and a fence counts from the next token on. Rows are independent."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ _STEPS = {
     CODE_TICK: (CODE, {_NEWLINE: CODE_LINE, _TICK: CODE_TICKS}),
     CODE_TICKS: (CODE, {_NEWLINE: CODE_LINE, _TICK: CLOSE}),
     CLOSE: (CODE, {_NEWLINE: LINE, _SPACE: CLOSE, _TICK: CLOSE}),
-}
-"""For each state the one after most characters, and after some kinds."""
+}  # for each state the one after most characters, and after some kinds
 _PIECES = str.maketrans("ĠĊĉč▁", " \n\t\r ")  # how byte-level and sentencepiece vocabularies write white space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _WORDS = re.compile(f"[^{re.escape(''.join(_CLASSES))}]+")
@@ -159,8 +158,7 @@ class GuardedBlock:
         """`state` [B, 2] of the rows, drafts [B, γ]."""
         self.guards, at = guards, torch.arange(drafts.shape[1] + 1, device=drafts.device)
         self.left = state[:, 1].long()
-        self.exact = at < self.left[:, None]
-        """[B, γ+1] where alignment alone decides; the last column is the token after the block."""
+        self.exact = at < self.left[:, None]  # [B, γ+1] where alignment alone decides, also for the token after
         self.states = state[:, :1].long().expand(-1, len(at))
         if guards.structure is not None:
             self.states = guards.structure.follow(self.states[:, 0], drafts)
@@ -189,8 +187,7 @@ class Guards:
     structure: StructureTable | None = None
 
     def begin(self, structured: Iterable[bool], device: torch.device) -> Tensor:
-        """[B, 2] the state of answers that begin: that of the text, and the tokens that are left of the strict start.
-        `structured` says whose prompts ask for structure. Other answers of a pass may have other guards."""
+        """[B, 2] state of new answers: text, tokens left of the strict start. `structured`: the prompt asks for it."""
         states = (LINE, ALWAYS) if self.structure else (NEVER, NEVER)
         begun = [[states[asked], self.strict_start] for asked in structured]
         return torch.tensor(begun, dtype=torch.float32, device=device).reshape(-1, 2)

@@ -1,8 +1,7 @@
-"""The loop: batched speculative decoding over any engines and any acceptance rule.
+"""The loop: batched speculative decoding over any engines and any acceptance rule, one `Step` per target pass.
 
-One cycle: the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many are accepted, both caches
+In a cycle the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many are accepted, both caches
 are rewound, and each row gets its accepted drafts plus one token of the target. γ = 0 is plain decoding.
-The loop yields one `Step` per target pass; text, streaming and statistics are layers above (`text.py`).
 Between steps rows leave that have finished or were cancelled. With an `AdmissionQueue`, new rows enter once their
 prompts have been read, a chunk at a time (`prefill.py`)."""
 
@@ -47,25 +46,22 @@ def decode(
     queue: AdmissionQueue | None = None,
     cancelled: set[int] | None = None,
 ) -> Iterator[Step]:
-    """Decode all requests together; rows that finish leave the batch.
+    """Decode all requests together; rows that finish leave the batch. With `trace`, emissions say what the target
+    wanted at judged tokens.
 
-    With `trace`, emissions say what the target wanted at judged tokens.
-
-    With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle, by what cycles cost on this machine and by how many
-    drafts were accepted. Under relaxed rules and sampling, whose answers depend on γ, it chooses once for every row,
-    when the row enters, and emissions say what.
+    With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle. Under relaxed rules and sampling, whose answers
+    depend on γ, it chooses once for every row, when the row enters, and emissions say what.
 
     The caller may add rows to `cancelled` between steps: they leave before the next step and are removed from the set.
-    It may also put requests in the `queue`: they enter while there is room, numbered after the first requests.
-    With a queue, all prompts are read in chunks: one chunk, then one cycle of the live rows. A chunk is a step of
-    cycle 0 without emissions, unless it ends a prompt; that step has the row's first token and the seconds of all its
-    chunks. The loop ends once no row is left and none waits.
+    It may also put requests in the `queue`: they enter while there is room, numbered after the first requests. With a
+    queue, prompts are read in chunks, one before each cycle of the live rows. A chunk is a step of cycle 0 without
+    emissions. The one that ends a prompt has the row's first token and the seconds of all its chunks. The loop ends
+    once no row is left and none waits.
 
-    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours.
-
-    Under `RowRules` every request has its own rule and γ, `exact` and `auto` if it names none, and `gamma` is the most
-    that one may have. Its answer is what it would be alone with this γ, token by token where the engine computes a row
-    alike in every batch. Cycles cost what the rows need at the time: those of `exact` rows alone are its own."""
+    When sampling, a row's random numbers depend on its own seed alone. Under `RowRules` every request has its own rule
+    and γ, by default `exact` and `auto`, and `gamma` is the most that one may have. Its answer is what it would be
+    alone with this γ, where the engine computes a row alike in every batch. Cycles cost what the rows need at the
+    time."""
     controller: GammaController | None = None
     statistics: PairStatistics | None = None
     by_row, measured = isinstance(rule, RowRules), gamma == "auto"
@@ -91,9 +87,7 @@ def decode(
 
 
 def measure_costs(engines: BatchEngines, rows: int) -> None:
-    """Measure what cycles of so many rows cost on this machine, unless it is known.
-
-    Only engines that run from Python: a static one is measured once a batch has begun, on cycles that it captures."""
+    """Measure what cycles of so many rows cost, unless it is known. Static engines are measured in a batch instead."""
     costs = find_statistics(engines).costs
     if not engines.target.static and engines.draft is not None and not costs.covers(rows):
         _measure(engines, costs, rows)
@@ -127,8 +121,7 @@ def _measure(engines: BatchEngines, costs: CostTable, rows: int) -> None:
 
 
 def _time_cycles(engines: BatchEngines, costs: CostTable, rows: int) -> None:
-    """Note the shortest seconds of cycles by drafts: in two rounds, one of a slow model, more until a busy machine can
-    be told."""
+    """Note the shortest seconds of cycles by drafts: two rounds if slow, more until a busy machine can be told."""
     begun, grid = time.perf_counter(), (1, 2, 3, 4, 6, MAX_AUTO_GAMMA) if rows == 1 else (1, 2, 4)
     cycles_of_round = (0, 0, 1, *grid)  # after plain cycles the draft catches up: the first 1 is void
     length = min(engines.window - 2, 8 + MOST_ROUNDS * (sum(cycles_of_round) + len(cycles_of_round)))
@@ -314,8 +307,7 @@ class _LiveBatch:
         self._keep(alive + idle[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)])
 
     def free_memory(self, alive: list[int]) -> None:
-        """The next cycle found no memory: free what is spare. If that was not enough, give up the newest row, for which
-        least work is lost."""
+        """Free spare memory for the next cycle; if there is none, give up the newest row, which loses least work."""
         if self.released:
             self.prefill.given_up.append(newest := int(self.rows.index[alive[-1]]))
             self.prefill.histories.pop(newest, None)
@@ -326,7 +318,6 @@ class _LiveBatch:
         self.released = True
 
     def _keep(self, kept: list[int]) -> None:
-        """Go on with these rows."""
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
@@ -336,8 +327,7 @@ class _LiveBatch:
         self.changed = True
 
     def run(self, number: int) -> _StartedCycle | None:
-        """Start a cycle: what its rows need, of the γ that they have, or of the best one where all leave it open. None
-        where a static engine has no memory to begin it."""
+        """Start a cycle of the rows' γ, or of the best one where it is open. None: a static engine has no memory."""
         assert self.cycle is not None
         level, traced, edited = self.rows.live_needs
         rule, chooser = self.by_row.at(level) if self.by_row else self.rule, self.chooser

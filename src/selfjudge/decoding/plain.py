@@ -30,9 +30,7 @@ def respond(
     notify: Callable[[int], None] | None = None,
 ) -> Iterator[Response]:
     """Answer every prompt, greedily or by sampling; answers come as they are finished, in no particular order.
-
-    `max_new_tokens` is one limit, or one for each prompt.
-    A sampled answer depends on its own seed alone, not on the batch it was part of."""
+    `max_new_tokens` is one limit, or one for each prompt. A sampled answer depends on its own seed alone."""
     loaded = as_loaded(model)
     if isinstance(loaded, Target) and loaded.remote is not None:
         yield from loaded.remote.respond(

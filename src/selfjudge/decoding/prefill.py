@@ -50,8 +50,7 @@ class PrefillGroup:
         return _left_padded([request.prompt[-self.width :] for request in self.requests], self.device)[0]
 
     def begin(self, engines: BatchEngines, step_tokens: int, *, aside: bool = False) -> None:
-        """Take engines, with room for so many tokens of a row beyond its own. Static ones `aside` need room for prompts
-        alone: the rows are copied into the cache of the batch."""
+        """Take engines; a row may have `step_tokens` beyond its own. Static ones `aside` hold the prompts alone."""
         self.begun, self.engines = True, engines
         room = self.longest + step_tokens
         if aside and engines.target.static:
@@ -142,7 +141,6 @@ class Prefill:
 
     def make_room(self, queue: AdmissionQueue, needed: int) -> bool:
         """Begin without rows, in caches for as many rows of the queue as there is memory for; False if for none.
-
         A row has room for `needed` tokens at least. Static caches begin small and grow with what is asked."""
         length, step_tokens = queue.length, self.step_tokens
         if self.engines.rows_held(length + step_tokens) < queue.rows:
@@ -157,8 +155,7 @@ class Prefill:
         return False
 
     def _make_shorter(self, queue: AdmissionQueue, rows: BatchRows, busy: int) -> bool:
-        """Where a long row has left caches of few rows to many short ones: let the batch run empty, and then make room
-        for them. Whether they have to wait for that."""
+        """Let a batch of few long rows run empty, to make room for many short ones. Returns whether they must wait."""
         if self.rows >= queue.rows or busy + len(queue.waiting) <= self.rows:
             return False
         waiting = map(count_longest, islice(queue.waiting, queue.rows))
@@ -218,10 +215,9 @@ class Prefill:
             cancelled.difference_update(group.numbers)
 
     def read(self, alive: int, crowded: bool) -> bool:
-        """Read a chunk of the group with the fewest unread columns; of the oldest, if the last chunk was not its own.
-        Returns whether there was memory for it.
-
-        While there are `alive` rows, or other batches wait (`crowded`), a chunk costs about as much as a step."""
+        """Read a chunk of the oldest group, or if the last one was its own, of that with the fewest unread columns.
+        While rows are `alive`, or other batches wait (`crowded`), it costs about as much as a step. Returns whether
+        there was memory."""
         self._held = 0
         alone = not (alive or crowded) and len(self.groups) == 1
         chunk = max(self.engines.target.chunk * (CHUNKS_ALONE if alone else 1), 2 * alive * self.step_tokens)
@@ -248,8 +244,7 @@ class Prefill:
         return bool(not alive or draft.postponed) and not (draft.features and self.engines.prefixes is not None)
 
     def waits(self, alive: int, chunk_read: bool) -> bool:
-        """Whether there is nothing to read: no prompt, no memory for it beside the `alive` rows, or it is their turn,
-        since a chunk was read."""
+        """Whether nothing can be read: no prompt, no memory beside `alive` rows, or their turn, as a chunk was read."""
         return not self.groups or 0 < self._held <= alive or (alive > 0 and chunk_read)
 
     def _begin_again(self, alive: int) -> None:
@@ -309,8 +304,7 @@ class _RowHistory:
 
 
 def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For each prompt the index of one that begins with all of it but its last token: its owner. Every prompt is its
-    own owner if sharing would not save half of the tokens."""
+    """For each prompt one that begins with all of it but its last token: itself, unless sharing saves half of all."""
     bodies = [list(prompt[:-1]) for prompt in prompts]
     owners = list(range(len(prompts)))
     owner: int | None = None

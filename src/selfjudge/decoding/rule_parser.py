@@ -1,6 +1,4 @@
-"""Requests for rules: text such as `topk:3` or `judged:F`, with a judge, θ, quality, price and γ.
-
-Reading and checking a request imports no torch. A new rule is one class in `rules.py` and its entry in `RULES`."""
+"""Requests for rules: text such as `topk:3` or `judged:F`, with a judge, θ, quality, price and γ. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,9 +40,8 @@ _BOOLS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 @dataclass(frozen=True)
 class RuleRequest:
     """A rule and its strictness, as requested in Python, on the command line or from a server.
-
-    Requests that cannot be read or contradict themselves are refused at construction. Requests that mean the same
-    resolve to the same rule object, because engines find the graphs captured for a rule by its identity."""
+    Construction refuses what cannot be read or contradicts itself. Requests that mean the same resolve to the same rule
+    object: engines find the graphs captured for a rule by identity."""
 
     rule: str | None = setting(
         None,
@@ -172,11 +169,10 @@ class RuleRequest:
         return self if len(kept) == len(self.options) else replace(self, rule=with_options(self.kind.name, **kept))
 
     def inherit(self, own: RuleRequest) -> RuleRequest:
-        """Complete the request with a server's `own`, which replaces it where it is open.
-
-        θ, quality or price without a rule apply to the own rule, or to judged if that is lossless. A judged rule
-        without them takes the own θ or quality, never the own price. Guards come from the own request, also where its
-        rule's text names them, unless this one names others."""
+        """Complete the request with a server's `own`, which replaces it where it is open. θ, quality or price without a
+        rule apply to the own rule, or to judged if that is lossless. A judged rule without them takes the own θ or
+        quality, never the own price. Guards come from the own request, its rule's text included, unless this one names
+        others."""
         guards = {name: own.options.get(name, getattr(own, name)) for name in STRICT if name not in self.options}
         own = own._without({*self._given, *STRICT})
         mine = {
@@ -207,13 +203,10 @@ class RuleRequest:
         *,
         bare: bool | None = None,
     ) -> AcceptanceRule:
-        """The rule for a pair, or for its special token ids.
-
-        For a pair, relaxed rules have the guards of STRICT unless the request names others, or `bare` asks for none;
-        for special token ids only where it is False.
-
-        A rule that needs a judge gets the one of the request, else `judge`, else the one that ships for the pair. A
-        `JudgeConfig` in its place gives a rule to check, not to decode with, and needs no torch."""
+        """The rule for a pair, or for its special token ids. For a pair, relaxed rules have the guards of STRICT unless
+        the request names others, or `bare` asks for none; for special token ids only where it is False. A rule that
+        needs a judge gets the one of the request, else `judge`, else the one that ships for the pair. A `JudgeConfig`
+        in its place gives a rule to check, not to decode with, and needs no torch."""
         request = self.named(sampling)
         kind, values = request.kind, request._values
         judge = request._choose_judge(pair, judge)

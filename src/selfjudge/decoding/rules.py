@@ -1,9 +1,8 @@
 """Acceptance rules: Block → Verdict, pure tensor functions, batched on the first axis.
 
-A rule says which drafts it accepts. The walk to the first rejected draft, the token after it and the guard are the
-same for all rules: `AcceptanceRule.__call__`. A new rule is one class here and its entry in `rule_parser.RULES`; those
-that others have published for comparison are in `rules_baselines.py`.
-
+A rule says which drafts it accepts. `AcceptanceRule.__call__` does the rest: the walk to the first rejected draft, the
+token after it and the guard. A new rule is one class here and its entry in `rule_parser.RULES`; rules for comparison
+are in `rules_baselines.py`.
 p_i, the target's distribution of d_i, is row i−1 of `Block.target_logits`."""
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ def _ids_tensor(ids: tuple[int, ...], device: torch.device) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class AcceptanceRule:
     """Base of all rules: greedy alignment (d_i = argmax p_i) and the walk.
-
-    `special` holds end-of-sequence and other special token ids. Where `guard` is set, alignment alone decides
-    at positions whose draft or whose most likely target token is special."""
+    `special` holds end-of-sequence and other special token ids. With `guard`, alignment alone decides where the draft
+    or the target's likeliest token is special."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -74,8 +72,7 @@ class AcceptanceRule:
         return None
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        """[B, γ] which drafts this rule accepts; `logits` [B, γ, V] are the rows that predict them. Lossless rules
-        accept what is aligned; all others define it."""
+        """[B, γ] accepted drafts, by the `logits` [B, γ, V] that predict them. All but lossless rules define it."""
         if not self.lossless:
             raise NotImplementedError(f"rule {self.name!r} does not define `accepts`")
         return aligned
@@ -97,8 +94,7 @@ class AcceptanceRule:
         return None
 
     def settled(self, block: Block) -> bool:
-        """Whether alignment decides the whole block, so that the judge is not needed. Only on a CPU: asking another
-        device means waiting for it."""
+        """Whether alignment decides the whole block without the judge. Only on a CPU: elsewhere it means waiting."""
         return False
 
     @property
@@ -149,8 +145,7 @@ class AcceptanceRule:
         return Verdict(n, self.following(block, logits, choice, aligned, n), judged, non_finite, spent)
 
     def _accepted(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, unusable: Tensor) -> Tensor:
-        """[B, γ] which drafts are accepted: by alignment where figures are `unusable` and at guarded tokens, elsewhere
-        by the rule. It is `aligned` itself if alignment decides the whole block."""
+        """[B, γ] accepted: by alignment if `unusable` or guarded, else by the rule; `aligned` itself if that is all."""
         if block.scores is None and self.settled(block):
             return aligned
         alignment_only = unusable if block.exact_only is None else unusable | block.exact_only
@@ -169,8 +164,7 @@ class AcceptanceRule:
 
 
 def list_existing(block: Block) -> Tensor | None:
-    """[B, γ+1] the rows of logits that a block with `limits` has, limits[b] + 1 of each; column i also says whether d_i
-    exists. None without limits."""
+    """[B, γ+1] which rows of logits exist, limits[b] + 1 of each; column i also says if d_i does. None: no limits."""
     if block.limits is None:
         return None
     return torch.arange(block.gamma + 1, device=block.limits.device) <= block.limits[:, None]
@@ -208,8 +202,7 @@ class Exact(AcceptanceRule):
     reads_logits = False
 
 
-EXACT = Exact()
-"""One object for all callers: rules are compared by identity, and engines find the graphs captured for this one."""
+EXACT = Exact()  # one object for all: rules are compared by identity, and engines find captured graphs by it
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +312,6 @@ def compute_margin(block: Block, logits: Tensor) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class Margin(AcceptanceRule):
     """log p_i(top) − log p_i(d_i) < threshold (MARS, as a log-probability margin).
-
     With a price π the margin is the harm, in nats, and `worth_taking` replaces the threshold. π = 0 is `exact`. The
     guard is on with a price, as with a judge; without, it is off, as published."""
 
@@ -353,8 +345,7 @@ class Margin(AcceptanceRule):
 @dataclass(frozen=True, eq=False)
 class FLy(AcceptanceRule):
     """A mismatch passes where the target is unsure (H/log V ≥ entropy) and the next `window` drafts all match.
-
-    The whole window must lie inside the block: a mismatch closer to its end cannot be confirmed and is rejected."""
+    The whole window must lie inside the block: a mismatch closer to its end is rejected."""
 
     name = "fly"
     summary = "a mismatch passes when the target is unsure and the next `window` drafts match (FLy)"
@@ -393,12 +384,12 @@ class Layered(AcceptanceRule):
 class Judged(Layered):
     """The base rule accepts, OR judge(h at d_i) > θ. With θ = 1 or no score it is the base rule, bit for bit.
 
-    On top of `sampling` this is no longer lossless: the base's random numbers are drawn all the same, and the
-    residual is sampled only where both reject. With `confirm` W, the judge accepts a draft only where the base rule
-    accepts the next W drafts of the block too: fewer substitutions, each of which wins more tokens.
-
-    With a price π the harm is −log P(acceptable), and `worth_taking` replaces θ. π = 0 is `exact`. Only for greedy
-    decoding: when sampling, later drafts match by chance, and vLLM draws that only after the rule has decided."""
+    On top of `sampling` this is no longer lossless: the base draws its random numbers all the same, and the residual is
+    sampled only where both reject. With `confirm` W, the judge accepts a draft only if the base rule accepts the next W
+    drafts of the block: fewer substitutions, each of which wins more tokens.
+    With a price π the harm is −log P(acceptable), and `worth_taking` replaces θ; π = 0 is `exact`. A price is for
+    greedy decoding: when sampling, later drafts match by chance, and vLLM draws that only after the rule has
+    decided."""
 
     name = "judged"
     summary = "exact or sampling accepts, or the judge does: P(acceptable) > θ, or worth its price"

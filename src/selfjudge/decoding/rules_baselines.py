@@ -1,6 +1,5 @@
-"""Relaxed rules that others have published, for comparison on one harness: JuDi, MARS, ASD and SGLang's thresholds.
-
-Each docstring says which definition is used, and where it differs from the published one."""
+"""Published relaxed rules, for comparison: JuDi, MARS, ASD and SGLang's. Docstrings give each definition and how ours
+differs."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ else:
 @dataclass(frozen=True, eq=False)
 class Divergence(AcceptanceRule):
     """KL(p_i ‖ q_i) < threshold, unless the target is confident: p_i(top) > confident leaves it to `exact`.
-
     JuDi (arXiv 2601.04766), as its code has it: KL of the target from the draft, in nats, at temperature 1. One
     difference: where a draft knows only some tokens, p_i is cut to these; the KL over all tokens would be infinite."""
 
@@ -52,9 +50,8 @@ class Divergence(AcceptanceRule):
 @dataclass(frozen=True, eq=False)
 class LogitRatio(AcceptanceRule):
     """d_i is the target's second choice, and z_i(d_i)/z_i(top) > ratio, both logits positive.
-
-    MARS (arXiv 2601.15498): the ratio of the two largest raw logits. The paper does not say what holds for logits of
-    other signs, where a ratio means nothing: alignment decides there."""
+    MARS (arXiv 2601.15498), by raw logits. The paper does not say what holds for other signs, where a ratio means
+    nothing: alignment decides."""
 
     name = "mars"
     summary = "the draft is the target's second choice, and its logit is near the largest one by their ratio (MARS)"
@@ -71,10 +68,9 @@ class LogitRatio(AcceptanceRule):
 @dataclass(frozen=True, eq=False)
 class RegretBudget(AcceptanceRule):
     """A mismatch passes while the answer's regret stays within its budget; r_i = z_i(top) − z_i(d_i) is its regret.
-
-    ASD (arXiv 2608.03447), as its code has it. All of this must hold: the sum of regret over the whole answer is at
-    most `budget`; r_i/(γ − i + 1) ≤ rate, since an early mismatch saves more drafts; the block has at most `mismatches`
-    of them. A budget, a rate or a number of 0 is `exact`, bit for bit. The defaults are those of its stable recipe."""
+    ASD (arXiv 2608.03447), as its code has it. All of this must hold: the regret of the whole answer is at most
+    `budget`; r_i/(γ − i + 1) ≤ rate, since an early mismatch saves more drafts; the block has at most `mismatches`. A
+    budget, a rate or a number of 0 is `exact`, bit for bit. The defaults are those of its stable recipe."""
 
     name = "asd"
     summary = "mismatches pass while their regret in logits stays within a budget of the whole answer (ASD)"
@@ -109,10 +105,9 @@ class RegretBudget(AcceptanceRule):
 @dataclass(frozen=True, eq=False)
 class TwoThresholds(Layered):
     """p_i(d_i) ≥ single, or u < p_i(d_i)/acc: SGLang's speculative-accept-threshold-single and -acc.
-
-    With a temperature: SGLang's condition for a chain of drafts, on top of our lossless `sampling`, with its random
-    number u; at 1 and 1 it is `sampling`, bit for bit (SGLang's own base does not use q). Greedily SGLang ignores both
-    thresholds; here p_i is that of temperature 1 and u is 1, so that the smaller threshold decides."""
+    With a temperature it is SGLang's condition for a chain of drafts, on top of our lossless `sampling`, with its
+    random number u; at 1 and 1 it is `sampling`, bit for bit (SGLang's own base does not use q). Greedily SGLang
+    ignores both; here p_i is that of temperature 1 and u is 1, so that the smaller threshold decides."""
 
     name = "sglang"
     summary = "the draft's probability reaches a threshold: accept_threshold_single and _acc (SGLang)"

@@ -1,8 +1,6 @@
-"""Rules of unlike rows in one pass: what each row asks is a line of numbers beside its tokens.
-
-A rule is a `Code`: what it computes of a draft, the limit below which it accepts, a price, and how many drafts after it
-must match. A pass computes each quantity once, and every row takes its own. The numbers are part of `Cycle.row_state`,
-so one captured cycle serves every mix, and rows may enter and leave. Rules without a code have batches of their own."""
+"""Rules of unlike rows in one pass: what each row asks is a line of numbers beside its tokens (`Code`).
+A pass computes each quantity once, and every row takes its own. The numbers are part of `Cycle.row_state`, so one
+captured cycle serves every mix, and rows may enter and leave. Rules without a code have batches of their own."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ SCORE, LOG_SCORE, MARGIN, RANK, ENTROPY = range(5)
 
 
 class Code(NamedTuple):
-    """A draft is accepted where its value is below the limit; with limit NaN the value is its harm, and the price
-    decides. `window` drafts after it must match."""
+    """A draft passes if its value is below the limit (NaN: if its harm is worth the price) and `window` more match."""
 
     value: int
     limit: float
@@ -104,8 +101,7 @@ def find_level(rules: Sequence[AcceptanceRule]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RowRules(AcceptanceRule):
-    """Every row has a rule of its own: `Block.settings`. It accepts what that rule accepts, bit for bit in float32.
-
+    """Every row has a rule of its own (`Block.settings`). It accepts what that rule accepts, bit for bit in float32.
     All rows have the same judge, special tokens and structure table, where their rules have any."""
 
     name = "rows"

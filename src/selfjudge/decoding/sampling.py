@@ -56,9 +56,8 @@ def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 class RowSampling:
     """`Sampling` of many rows at once, by numbers on their device; greedy rows have temperature 0.
-
-    On a CPU nothing is computed for greedy rows. Elsewhere it would mean waiting to know which rows sample: all shapes
-    are those of all rows, and `put` leaves out what greedy rows got."""
+    Only a CPU leaves greedy rows out. Elsewhere that would mean waiting: all are computed, and `put` drops the
+    greedy."""
 
     COLUMNS = 4
 
@@ -124,8 +123,7 @@ class RandomNumbers:
         return numbers.view(-1, cycles, self.PER_CYCLE).unbind(1)
 
     def enter(self, seeds: Iterable[int | None]) -> Tensor | None:
-        """Append rows with these seeds, None for greedy ones; return [B, 1] numbers for the tokens that their prefill
-        yields, if some of them sample."""
+        """Append rows by seed (None: greedy); return [B, 1] numbers for the tokens of their prefill, if some sample."""
         new = [None if seed is None else torch.Generator().manual_seed(seed) for seed in seeds]
         first = _draw_each(new, 1).to(self.device) if any(new) else None
         if self.drawn:
@@ -136,8 +134,7 @@ class RandomNumbers:
 
     def next(self, gamma: int) -> Tensor | None:
         """[B, 2γ+1] numbers for one cycle: γ to draw drafts, γ to accept them, one for the token that follows.
-
-        A cycle takes its numbers from the same places whatever its γ, so a row does not notice its neighbours' γ."""
+        They come from the same places whatever its γ, so a row does not notice its neighbours' γ."""
         if not self.wanted:
             return None
         if not self.drawn:

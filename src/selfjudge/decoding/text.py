@@ -67,8 +67,7 @@ class AnswerOptions(DecodingOptions, total=False):
     stop: Sequence[str]
     """Strings that end an answer."""
     seed: int | None
-    """Seed of the random numbers, under sampling rules (default 0). With one, γ is a fixed number unless it is given:
-    the answer is the same every time."""
+    """Seed under sampling rules (default 0). With one, a γ that is not given is fixed: the answer is repeatable."""
     raw: bool
     """Whether to use the prompt as it is, without chat template."""
     schema: Mapping[str, Any] | None
@@ -165,9 +164,8 @@ class Stream:
 
 class Batch:
     """Answers that are decoded together; they may be added and dropped between steps. For one thread.
-
-    All have the rule and the γ of the batch, unless it has `shared` rules (`share_rules`): `add` may then name others.
-    """
+    All have the rule and the γ of the batch, unless it has `shared` rules (`share_rules`): `add` may then name
+    others."""
 
     def __init__(
         self,
@@ -181,9 +179,8 @@ class Batch:
         **options: Unpack[DecodingOptions],
     ) -> None:
         """At most `rows` answers are decoded at a time, others wait; `length` limits prompt and answer together.
-
-        `prefix_cache` is the memory of the pair for what earlier prompts and answers began with: a size such as 1GB, a
-        share of what is available, `0` for none, a tenth if not given."""
+        `prefix_cache` is the pair's memory for prefixes: a size such as 1GB, a share of what is available, `0` for
+        none; by default a tenth."""
         self._decoding = Decoding(pair, rule, shared=shared, **options)
         self._decoding.engines.prefixes = open_store(pair.target_model, prefix_cache)
         self._queue = AdmissionQueue(rows, length)
@@ -211,10 +208,9 @@ class Batch:
         trace: bool | None = None,
         salt: Hashable = "",
     ) -> Answer:
-        """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token of the model.
-
-        `edits` are for this answer alone, and so are, where rules are shared, `rule`, `gamma` and `trace`. Prefixes are
-        shared with answers of the same `salt`."""
+        """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token.
+        `edits` are for it alone, and with shared rules so are `rule`, `gamma` and `trace`. Answers of the same `salt`
+        share prefixes."""
         streamed = streamed or bool(stop or stop_ids)
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids)
         request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos, edits=edits, salt=salt)
@@ -232,9 +228,7 @@ class Batch:
 
     def step(self, crowded: bool = False) -> StepOutput:
         """One pass over all rows, or over a chunk of waiting prompts; an empty list once no row is left.
-
-        `crowded` says that other batches wait for their turn: chunks are then small even while no row is being decoded.
-        """
+        If `crowded`, other batches wait: chunks are then small even while no row is being decoded."""
         self._queue.crowded = crowded
         if self._steps is None and self._queue.waiting:
             first = self._queue.waiting.popleft()
@@ -246,9 +240,9 @@ class Batch:
         return output or []
 
     def capture(self, seconds: float, notify: Callable[[float], None] = lambda share: None) -> bool:
-        """Capture the cycles of all sizes that this batch may have, for about so many seconds and while it has no rows.
-
-        Returns whether none is left, as on engines that capture nothing. The next batch of the pair finds them."""
+        """Capture the cycles that this batch may have, for about so many seconds, while it has no rows; later batches
+        find them.
+        Returns whether none is left, as on engines that capture nothing."""
         return self._decoding.capture(self._queue.rows, self._queue.length, seconds, notify)
 
     def close(self) -> None:
@@ -259,8 +253,7 @@ class Batch:
         self.step()
 
 
-StepOutput = list[tuple[Answer, list[Piece]]]
-"""The answers that got tokens in a step, each with its new pieces of text."""
+StepOutput = list[tuple[Answer, list[Piece]]]  # answers that got tokens in a step, each with its new pieces of text
 
 
 class Decoding:
@@ -420,9 +413,8 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
 
 
 def _guard(rule: AcceptanceRule, pair: Pair, constrained: bool) -> AcceptanceRule:
-    """Give a rule object what its guards need of the pair and it does not have: special tokens, and what tokens do to
-    the structure of a text. Answers that are `constrained` by a grammar need that guard.
-    The result is the same object every time, because engines find the graphs captured for a rule by its identity."""
+    """Give a rule what its guards need of the pair; answers `constrained` by a grammar need one. It is the same object
+    every time, because engines find the graphs captured for a rule by its identity."""
     lacking: dict[str, Any] = {}
     if getattr(rule, "guard", False) and not rule.guarded():
         lacking["special"] = pair.special_ids

@@ -1,5 +1,4 @@
 """Small operations that our loop and vLLM's worker share; on CUDA with Triton they are kernels.
-
 There an argmax splits a row over many programs: one program for a whole vocabulary takes longer than a layer."""
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ COMPILING = "compiling kernels, once on this machine …"
 
 
 def replace_non_finite(logits: Tensor) -> Tensor:
-    """NaN → −inf and +inf → a very large number, so that argmax and softmax stay meaningful at any temperature.
-
-    A row without a finite logit becomes uniform."""
+    """NaN → −inf, +inf → a very large number: softmax stays meaningful. A row without a finite logit is uniform."""
     most = min(1e30, torch.finfo(logits.dtype).max)
     logits = torch.nan_to_num(logits, nan=-math.inf, posinf=most, neginf=-math.inf)
     return torch.where(torch.isneginf(logits.amax(-1, keepdim=True)), 0.0, logits)
@@ -105,11 +102,10 @@ def worth_taking(harm: Tensor, aligned: Tensor, price: float | Tensor, window: T
     """[B, γ] where the rest of the block is worth the harm c_i of accepting d_i; +inf is never taken. Rows may have
     prices of their own [B], and want `window` [B] drafts after d_i to match.
 
-    Let a walk that accepts d_1 … d_k and stops be worth π·(k+1) − Σ c_i over its mismatches: every token has the price
-    π, the target's own one at the end included. U_i is the most that positions i … γ+1 can be worth once d_i is
-    reached: U_{γ+1} = π, and U_i = max(π, π + U_{i+1} − c_i), where an aligned draft costs nothing. So accepting what
-    is worth it, and what is aligned, gives the best walk of the block; of walks that are worth the same, the shortest.
-    """
+    A walk that accepts d_1 … d_k and stops is worth π·(k+1) − Σ c_i over its mismatches: every token has the price π,
+    the target's own at the end included. U_i is the most that positions i … γ+1 can be worth: U_{γ+1} = π, and U_i =
+    max(π, π + U_{i+1} − c_i), where an aligned draft costs nothing. This gives the best walk; of equal ones, the
+    shortest."""
     if harm.is_cuda and has_triton():
         from selfjudge.ops.kernels_triton import block_scan
 

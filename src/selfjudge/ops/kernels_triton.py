@@ -1,8 +1,7 @@
 """The operations of this package as kernels, and parts of them for the kernels of vLLM's worker.
-
 Argmax: a row is split over many programs; inside another kernel, one program reads it all. The judge's score: one
-program for each draft reads its state once and computes P(acceptable); rows are flat, row i of the logits predicts a
-token that row i + 1 of the states has read. `worth_taking`: a program for each block walks it from the right."""
+program for each draft reads its state once and computes P(acceptable). Row i of the flat logits predicts a token that
+row i + 1 of the states has read. `worth_taking`: a program for each block walks it from the right."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ class JudgeWeights(NamedTuple):
     bias: Tensor
     limit: float  # the score is 0 where the margin is below −limit; inf for none
     constants: dict[str, Any]
-    """Of `draft_score`: the least margin, and whether it reads the margin and the state at the token before, which
-    are the columns after the state at the draft."""
+    """Of `draft_score`: least margin; whether it reads margin and previous state, in columns after the state."""
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor, features: str, lowest: float, limit: float | None) -> JudgeWeights:
@@ -159,9 +157,8 @@ def _scores(
 
 
 def draft_scores(judge: JudgeWeights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:
-    """[B, γ] P(acceptable) of the drafts of blocks; NaN where the state is non-finite.
-
-    States [B, γ+1, H], logits [B, γ+1, V], their most likely tokens [B, γ+1], drafts [B, γ]."""
+    """[B, γ] P(acceptable) of drafts [B, γ]; NaN where the state is non-finite.
+    States [B, γ+1, H]; logits [B, γ+1, V] and their most likely tokens [B, γ+1]."""
     out = torch.empty(drafts.shape, dtype=torch.float32, device=drafts.device)
     hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
     _scores[(drafts.numel(),)](
@@ -211,8 +208,7 @@ def block_scan(harm: Tensor, aligned: Tensor, price: float | Tensor, window: Ten
 
 
 def flat_scan(harm: Tensor, aligned: Tensor, first: Tensor, counts: Tensor, price: Tensor, window: Tensor) -> Tensor:
-    """[n] `worth_taking` for blocks of different lengths that stand one after another, and where `window` drafts after
-    it match. A block's first row, number of drafts, price and window: [R] each."""
+    """[n] `worth_taking` of blocks one after another; first row, drafts, price and window of each block are [R]."""
     out = torch.empty_like(aligned)
     _scan[(len(counts),)](
         harm, aligned, first, counts, price, window, out, 0, 0.0, FLAT=True, OWN=True, num_warps=1
