@@ -43,9 +43,8 @@ def default_gamma(device: str) -> int:
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package whose names are imported at first use: those under `if
-    TYPE_CHECKING` in its `__init__.py`, this `file`. A command line that only checks its input then need not wait for
-    torch."""
+    """`__getattr__`, `__dir__` and `__all__` of a package whose names are imported at first use: those that its
+    `__init__.py`, this `file`, has under `if TYPE_CHECKING`. Commands that only check input do not wait for torch."""
     blocks = [node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     where = {alias.name: "." * node.level + str(node.module) for node in imports for alias in node.names}

@@ -95,8 +95,7 @@ class RequestGamma(GammaPolicy):
     CLEARLY = 1.03  # another γ must be faster by this factor: the same request then gives the same answer
 
     def choose(self, rows: int, most: int = 0) -> int:
-        """γ of requests that enter a batch of so many rows, whose others have at most `most`: cycles draft as much for
-        all.
+        """γ of requests that enter a batch of so many rows; its others have at most `most`, and cycles draft as much.
         It is 0 where drafts do not pay; they are retried so seldom that this loses no more than `PROBE_BUDGET`."""
         table = self.statistics.costs.seconds(rows, self.max_gamma)
         tokens = tokens_by_gamma(self._find_blocks(rows)).tolist()

@@ -60,8 +60,7 @@ def decode(
 
     When sampling, a row's random numbers depend on its own seed alone. Under `RowRules` every request has its own rule
     and γ, by default `exact` and `auto`, and `gamma` is the most that one may have. Its answer is what it would be
-    alone with this γ, where the engine computes a row alike in every batch. Cycles cost what the rows need at the
-    time."""
+    alone with this γ, where the engine computes a row alike in every batch. Cycles cost what rows need."""
     controller: GammaController | None = None
     statistics: PairStatistics | None = None
     by_row, measured = isinstance(rule, RowRules), gamma == "auto"

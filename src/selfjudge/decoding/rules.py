@@ -388,8 +388,7 @@ class Judged(Layered):
     sampled only where both reject. With `confirm` W, the judge accepts a draft only if the base rule accepts the next W
     drafts of the block: fewer substitutions, each of which wins more tokens.
     With a price π the harm is −log P(acceptable), and `worth_taking` replaces θ; π = 0 is `exact`. A price is for
-    greedy decoding: when sampling, later drafts match by chance, and vLLM draws that only after the rule has
-    decided."""
+    greedy decoding: when sampling, later drafts match by chance, which vLLM draws after the rule."""
 
     name = "judged"
     summary = "exact or sampling accepts, or the judge does: P(acceptable) > θ, or worth its price"

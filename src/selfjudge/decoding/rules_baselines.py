@@ -1,5 +1,4 @@
-"""Published relaxed rules, for comparison: JuDi, MARS, ASD and SGLang's. Docstrings give each definition and how ours
-differs."""
+"""Published relaxed rules, for comparison: JuDi, MARS, ASD, SGLang. Docstrings define each and say what differs."""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 class RowSampling:
     """`Sampling` of many rows at once, by numbers on their device; greedy rows have temperature 0.
-    Only a CPU leaves greedy rows out. Elsewhere that would mean waiting: all are computed, and `put` drops the
-    greedy."""
+    Only a CPU leaves greedy rows out. Elsewhere that would mean waiting: all are computed, `put` drops greedy ones."""
 
     COLUMNS = 4
 

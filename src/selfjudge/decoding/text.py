@@ -240,8 +240,7 @@ class Batch:
         return output or []
 
     def capture(self, seconds: float, notify: Callable[[float], None] = lambda share: None) -> bool:
-        """Capture the cycles that this batch may have, for about so many seconds, while it has no rows; later batches
-        find them.
+        """Capture the cycles this batch may have, for about so many seconds, without rows; the next batch has them.
         Returns whether none is left, as on engines that capture nothing."""
         return self._decoding.capture(self._queue.rows, self._queue.length, seconds, notify)
 
