@@ -1,7 +1,6 @@
 """Speed, side by side in one run: transformers plain, transformers assisted, our loop with γ = 0 and with drafts.
-
-Every configuration answers the same prompts in every repeat; ratios are taken within a repeat and reported with their
-spread, so that a machine that slows down slows down all of them."""
+Every configuration answers the same prompts in every repeat; ratios are taken within a repeat, so that a machine that
+slows down slows down all of them, and reported with their spread."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -68,10 +67,8 @@ def bench_decode(
     notify: Notify = ignore,
 ) -> dict[str, Any]:
     """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints.
-
     Ratios are to the first configuration, the `baseline`: transformers without draft, or our own loop without `peers`.
-    transformers cannot run a pair in q4: it runs `full`, the same pair in floats, and is left out where there is none.
-    """
+    transformers cannot run q4: it runs `full`, the same pair in floats, and is left out where there is none."""
     runs = _plan(pair, pair if pair.dtype != "q4" else full, rules or {}, config)
     warm = prompts if pair.target.device.type == "cuda" else prompts[:1]  # on CUDA, every shape is captured once
     turns = Turns(runs, config.repeats, notify)

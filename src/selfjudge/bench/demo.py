@@ -31,8 +31,7 @@ QUESTION = (
 RELAXED = "judged:q0.95"
 Rules = Mapping[str, tuple[str | AcceptanceRule, Gamma | None]]
 RULES: Rules = {"plain": ("exact", 0), "exact": ("exact", "auto"), RELAXED: (RELAXED, None)}
-"""What answers in each turn: names as they are shown, rules and γ; None drafts as much as `exact` did, so that the two
-compare."""
+"""Name as shown, rule and γ of each turn; None drafts as much as `exact` did, so that the two compare."""
 MOST_TOKENS = 192
 LABELLED = 12  # built-in prompts that are labelled at least: those that no rule answers, where they are enough
 ACCEPTABLE = 0.25  # share of the labels that its judge learns as acceptable: few prompts must have some of both kinds
@@ -41,9 +40,7 @@ OWN, SHIPPED = "judged, made just now", "judged, shipped"
 
 
 class SideBySide:
-    """Prompts answered one by one under each rule, by turns; rules are as in `RULES`, `plain` first.
-
-    `result` is what is known so far: `rows` has the figures of each rule that has answered."""
+    """Prompts answered under each rule by turns, `plain` first; `result["rows"]` has the rules answered so far."""
 
     def __init__(
         self, pair: Pair, prompts: Sequence[Prompt], rules: Rules, notify: Notify, *, turns: int, max_new_tokens: int
@@ -134,9 +131,7 @@ def compare_judges(pair: Pair, judges: Mapping[str, Judge], config: DemoConfig, 
 
 
 def make_judge(pair: Pair, folder: Path, limit: int, notify: Notify) -> tuple[Judge | None, dict[str, Any]]:
-    """A small labelling run on prompts after the first `limit`, a judge from it, and the figures of both.
-
-    So few labels may not do: then the figures say why there is none."""
+    """A judge from a few labels on prompts after the first `limit`, and figures, which say why if there is none."""
     own: dict[str, Any] = {}
     begun = time.perf_counter()
     try:

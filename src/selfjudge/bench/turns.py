@@ -25,8 +25,7 @@ class Turns(Generic[T]):
     def run(
         self, work: Callable[[int, T], float | None], warm_up: Callable[[T], object], cold: Sequence[T]
     ) -> Iterator[tuple[int, T]]:
-        """After a warm-up of the `cold` settings the work of all; each turn, from 0, and setting once it is done.
-
+        """Warm up the `cold` settings, then do the work of all; yield each turn, from 0, and setting once it is done.
         Work may return seconds that its engine counted. A machine that is busy from the start is named at once."""
         for number, setting in enumerate(cold if time.monotonic() < self.deadline else ()):
             self.notify(f"warm-up: {setting}", number / len(cold))

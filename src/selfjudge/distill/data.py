@@ -1,7 +1,6 @@
 """Training data of a draft: prompts → the target's answers → its top-k probabilities at every token of them.
-
-Everything is kept in numbered files that are written whole and sealed, so that an interrupted run goes on where it was.
-Everything follows from the seed, so that another machine of the same kind makes the same data anew."""
+Numbered files are written whole and sealed, so that an interrupted run goes on where it was. The seed decides all of
+it: another machine of the same kind makes the same data."""
 
 from __future__ import annotations
 
@@ -95,9 +94,7 @@ class DataMaker:
         return self.run.seal("prompts", [PROMPTS], yields=report, **self._seconds(begun))
 
     def _answers(self, rows: Sequence[Row], spent: float) -> list[Path]:
-        """Files of answers: those of held-out prompts first, the others mixed, until `data_minutes` are spent.
-
-        `spent` seconds went into the prompts."""
+        """Files of answers, held-out first, others mixed, within `data_minutes`; the prompts took `spent` seconds."""
         limit, order = self.config.data_minutes, random.Random(self.config.seed)  # noqa: S311
         parts = list(enumerate(chunks(jobs(rows, self.config.seed))))
         parts.sort(key=lambda part: (not part[1][0].held_out, order.random()))
@@ -224,8 +221,7 @@ class Corpus:
     prompt_lengths: Tensor
     lengths: Tensor
     answers: Tensor  # where each sequence's answer begins in `log_p` and `index`
-    log_p: Tensor | None
-    """The target's top-k log-probabilities at every token of the answers; None where the target is asked again."""
+    log_p: Tensor | None  # the target's top-k log-probabilities at answer tokens; None: the target is asked again
     index: Tensor | None  # the tokens that `log_p` belongs to
     sources: list[str]
 

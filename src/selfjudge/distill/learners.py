@@ -1,16 +1,13 @@
 """What is trained: a student, or an EAGLE-3 head.
-
 The student is a small model of the target's family whose embeddings are the target's own, times learned projections.
-A vocabulary of 50,000 or 150,000 tokens would be most of a small model; the target has learned one already, and two
-projections [H, W] are enough to use it. `draft_model` (models/convert.py) turns layers and projections into an ordinary
-model.
-
+A vocabulary of 50,000 or 150,000 tokens would be most of a small model, and the target has learned one already.
+`draft_model` (models/convert.py) turns layers and projections into an ordinary model.
 A head is unrolled over the steps it will draft, against the target's own distribution. The target reads every batch
-once, as it is needed: its states would fill a disk, its tokens do not. Index t of a row is the draft that begins there:
-at step 0 the head gets the target's states at t and the token at t+1, at step j its own output of the step before and
-the token at t+1+j, and proposes the token at t+2+j. An entry sees the entries of step 0 up to t, made from true states,
-and the chain of its own earlier steps: what it will see when it drafts. Tokens are the right ones: where all steps up
-to j are right, the chain is the one that decoding would make."""
+once, as it is needed: its states would fill a disk. Index t of a row is the draft that begins there: at step 0 the head
+gets the target's states at t and the token at t+1, at step j its own output of the step before and the token at t+1+j,
+and proposes the token at t+2+j. An entry sees what it will see when it drafts: the entries of step 0 up to t, made from
+true states, and the chain of its own earlier steps. Tokens are the right ones: where all steps up to j are right, the
+chain is the one that decoding would make."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +40,7 @@ class Student(nn.Module):
     def __init__(self, target: PreTrainedModel, config: DistillConfig) -> None:
         super().__init__()
         large, heads = target.config.get_text_config(), config.width // HEAD
-        self.raw = {
+        self.raw = {  # an ordinary Llama or Qwen2 of this size with the target's vocabulary
             "model_type": "qwen2" if large.model_type == "qwen2" else "llama",
             "vocab_size": target.get_input_embeddings().weight.shape[0],
             "hidden_size": config.width,
@@ -59,7 +56,6 @@ class Student(nn.Module):
             "pad_token_id": large.pad_token_id,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         }
-        """The configuration of an ordinary Llama or Qwen2 of this size with the target's vocabulary."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.model = AutoModel.from_config(
@@ -149,7 +145,6 @@ def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
 
 def top_k_loss(hidden: Tensor, output: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
     """Mean over rows of −Σ p log q: hidden [R, W], output [V, W], the teacher's top-k [R, k] each, renormalised.
-
     Logits exist for LOSS_ROWS rows at a time only: their gradient is softmax − p, so that it is known at once."""
     grad_hidden, grad_output = torch.empty_like(hidden), torch.zeros_like(output, dtype=torch.float32)
     total = hidden.new_zeros((), dtype=torch.float32)
@@ -195,9 +190,7 @@ def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Cor
 
 @torch.no_grad()
 def measure_sizes(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus) -> tuple[Tensor, Tensor]:
-    """Root mean squares of the features [3H] and of the final states [H], over answers in a few batches of a corpus.
-
-    A few columns are hundreds of times larger than the others."""
+    """RMS of the features [3H] and final states [H] over a few batches: a few columns are hundreds of times larger."""
     squares: list[Any] = [0.0, 0.0]
     count = 0
     for rows in corpus.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0))[:4]:
@@ -220,7 +213,6 @@ def draft_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequenc
 
 def new_head(target: PreTrainedModel, config: EagleConfig, draft_ids: Tensor, sizes: Tensor, seed: int) -> EagleHead:
     """A head to be trained, in float32, for features of size 1: what it gives begins as the state of the high layer.
-
     The final norm begins with the `sizes` of the states that the output matrix is used to: it is not trained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -330,7 +322,6 @@ class HeadLearner:
 
 def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention of queries [B, heads, T, dim] at t to true entries up to t and, of each later step, to the one at t.
-
     Keys and values are [B, kv_heads, T, dim] each. One softmax goes over both."""
     batch, heads, wide, dim = q.shape
     grouped = q.view(batch, keys.shape[1], -1, wide, dim) * dim**-0.5
@@ -356,8 +347,7 @@ def simulate(accepted: Sequence[int]) -> tuple[int, int]:
 
 def unrolled_loss(hidden: Tensor, weights: Tensor, states: Tensor, output: Tensor, cap: float | None) -> Tensor:
     """Σ weights · cross-entropy of hidden [J, R, H] against the target's states [R, H], both on output [D, H].
-
-    Logits exist for HEAD_ROWS rows at a time only: their gradient is softmax − p, so that it is known at once."""
+    Logits exist for HEAD_ROWS rows at a time only: the gradient is known at once (see `top_k_loss`)."""
     gradient = torch.empty_like(hidden)
     total = hidden.new_zeros((), dtype=torch.float32)
     with torch.no_grad():

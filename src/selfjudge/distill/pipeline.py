@@ -6,8 +6,7 @@ OUT/
     config.json  model.safetensors  tokenizer …                            an ordinary transformers checkpoint
     config.json  model.safetensors                                         or an EAGLE-3 head, from the first evaluation
     README.md                 model card
-    run.json                  written last: its existence means done
-"""
+    run.json                  written last: its existence means done"""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ def distill_draft(
     pair: Pair, out: Path, config: DistillConfig | None = None, *, data: Path | None = None, notify: Notify = ignore
 ) -> dict[str, Any]:
     """Make a draft for `pair.target` in the folder `out`; what `run.json` says. Goes on where an earlier call ended.
-
     A finished run returns at once, unless more minutes or steps of training are wanted than it had."""
     config = config or DistillConfig()
     config.check()

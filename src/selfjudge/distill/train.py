@@ -62,9 +62,7 @@ class Learner(Protocol):
 
 
 class Trainer:
-    """One training: what learns, its optimisers, how far it has come, and its best weights so far.
-
-    `keep` is called whenever the current weights are the best so far."""
+    """One training: what learns, its optimisers, its progress and best weights so far; each new best calls `keep`."""
 
     def __init__(
         self,
@@ -96,7 +94,6 @@ class Trainer:
 
     def run(self) -> TrainingState:
         """Train until the schedule is spent or evaluations bring no more gain; the learner then has its best weights.
-
         A checkpoint that exists is continued."""
         evaluations = self.schedule.evaluations
         evaluated, notified, saved = math.floor(self.share * evaluations), 0.0, time.monotonic()

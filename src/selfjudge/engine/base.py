@@ -38,8 +38,7 @@ class RowCache(Protocol):
 
     window: int  # context window: the most positions a row may hold
     device: device
-    static: bool = False
-    """Whether every pass must have the shape of the first: `capture` then replays it without Python."""
+    static: bool = False  # whether every pass has the shape of the first: `capture` replays it without Python
     idle: Mapping[Hashable, list[Any]] = MappingProxyType({})
     """Engines of the same weights that nobody uses, kept with their caches and captured graphs."""
 
@@ -63,7 +62,6 @@ class RowCache(Protocol):
 
     def join(self, other: Self, idle: int = 0) -> None:
         """Append the rows of `other`, which `aside` made, and then `idle` empty rows.
-
         A static cache must have room for all of them; other caches take no idle rows."""
 
     def select(self, rows: list[int]) -> None:
@@ -82,8 +80,7 @@ class Engine(RowCache):
     """One model over a ragged batch. Unless an engine does otherwise, every pass is run from Python."""
 
     vocab_size: int
-    captured_cycles: dict[Hashable, Any]
-    """Cycles that were captured with this engine, for the next batch of the same shape."""
+    captured_cycles: dict[Hashable, Any]  # captured with this engine, for the next batch of the same shape
     copies_blocks = False  # whether `copy_block` and `restore` are there
 
     @cached_property
@@ -133,9 +130,8 @@ class HeadEngine(Engine):
     hidden_size: int
 
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
-        """Append entries of tokens [B, T] and states; of row b the last counts[b], as `extend` does.
-
-        States are the target's features [B, T, 3H], or the head's own from earlier entries [B, T, H]. `keep` is 0 or 1.
+        """Append entries of tokens [B, T] and states; of row b the last counts[b], as `extend` does. `keep` is 0 or 1.
+        States are the target's features [B, T, 3H], or the head's own from earlier entries [B, T, H].
         The output has logits [B, keep, D] and, as features, the states [B, keep, H] for the entries that follow."""
         raise NotImplementedError
 

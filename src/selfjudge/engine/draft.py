@@ -89,24 +89,20 @@ class Backlog:
         return [self.tokens, self.missing, self.states]
 
 
-_Prompt = tuple[Tensor, Tensor | None]
-"""Tokens [T] and, for a head, the target's features [T, F]."""
+_Prompt = tuple[Tensor, Tensor | None]  # tokens [T] and, for a head, the target's features [T, F]
 
 
 class Drafter(RowCache):
     """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back."""
 
     engine: RowCache
-    features: tuple[int, ...] = ()
-    """Layers of the target whose inputs the draft reads, for every token; most drafts read none."""
-    vocabulary: Tensor | None = None
-    """[D] the token of each of its logits; None where the logits are those of all tokens, in their order."""
+    features: tuple[int, ...] = ()  # layers of the target whose inputs the draft reads, for every token
+    vocabulary: Tensor | None = None  # [D] the token of each of its logits; None: all tokens, in their order
 
     def __init__(self, engine: RowCache, backlog: Backlog) -> None:
         self.engine, self.backlog = engine, backlog
         self.device, self.window, self.static = engine.device, engine.window, engine.static
-        self.postponed: list[_Prompt] = []
-        """The prompts of all rows, while the engine has read none of them."""
+        self.postponed: list[_Prompt] = []  # the prompts of all rows, while the engine has read none of them
 
     @property
     def version(self) -> int:
@@ -148,7 +144,6 @@ class Drafter(RowCache):
 
     def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
         """Read whole prompts when tokens are first proposed, if ever; [B, T, F] the target's features, right-aligned.
-
         For engines that are not static, whose rows are all empty."""
         for row, prompt in enumerate(prompts):
             tokens = torch.tensor(prompt, device=self.device)
@@ -173,9 +168,7 @@ class Drafter(RowCache):
 
     def prepare(self, gamma: int) -> None:
         """Read, before a cycle of γ proposals, the tokens that its captured graph has no room for.
-
-        Plain cycles (γ = 0) read nothing, so that they cost nothing; after many of them the oldest tokens are left out.
-        """
+        Plain cycles (γ = 0) read nothing and so cost nothing; after many of them the oldest tokens are left out."""
 
     def propose(self, gamma: int) -> Tensor:
         """Read the accepted tokens that have not been read; return logits [B, D] of the first of γ proposals."""
@@ -309,10 +302,8 @@ class BatchEngines:
 
     target: Engine
     draft: Drafter | None = None  # none for plain decoding
-    kept: dict[Hashable, Any] = field(default_factory=dict)
-    """What one batch hands on to the next, such as measured speeds."""
-    shape: str = ""
-    """Models, engine, device and versions, as JSON: what decides how long a cycle takes; empty where it is unknown."""
+    kept: dict[Hashable, Any] = field(default_factory=dict)  # handed on to the next batch, such as measured speeds
+    shape: str = ""  # JSON of models, engine, device and versions, which decide a cycle's time; empty: unknown
     prefixes: PrefixStore | None = None  # blocks of earlier rows; None where they are not kept
     spaces: Sequence[str] = ()  # what the store calls the blocks of target and draft
 
@@ -352,8 +343,7 @@ class BatchEngines:
         self, rows: int, length: int, share: float = CACHE_SHARE, *, step_tokens: int = 1, aside: int = 0
     ) -> int:
         """How many of these rows, each of at most `length` tokens, `reserve` finds room for in this share of memory.
-
-        A row needs its part of the caches, and the logits of `step_tokens` tokens. So do rows that are read `aside`.
+        A row needs its part of the caches and the logits of `step_tokens` tokens; so do rows that are read `aside`.
         Where there is too little, idle engines of the same models lose their caches."""
         if (held := self.rows_held(length)) >= rows:
             return rows

@@ -1,8 +1,7 @@
 """Prefixes of earlier prompts and answers: keys and values of blocks of tokens, found again by all tokens up to them.
-
-A block's key is the hash of its tokens and of the key before it, begun with the cache and the salt it belongs to. Block
-i holds the positions up to the last token of its tokens, without this token: at least one token of a prompt is always
-read, for its logits, and the newest entry of a head is made of the token after it."""
+A block's key is the hash of its tokens and of the key before it; before the first stand the cache and the salt. Block i
+holds the positions up to the last of its tokens, without this one: a prompt's last token is always read, for its
+logits, and the newest entry of a head is made of the token after it."""
 
 from array import array
 from collections import OrderedDict
@@ -45,7 +44,6 @@ class PrefixStore:
 
     def find(self, space: Hashable, tokens: Sequence[int]) -> list[Tensor]:
         """The blocks [2, layers, heads, n, width] of the longest known prefix; the last token is never part of it.
-
         `space` names the cache, and who may find what was stored for it."""
         found = []
         with self._lock:

@@ -1,9 +1,7 @@
 """The reference engine: any causal LM of transformers, on any device, in ragged batches.
-
-Every row appends to the same cache slots. Slots that a row has rejected (or never had: left padding) are holes, hidden
-from it by the attention mask. Keys stay in time order, so causality by slot holds; explicit position ids give each row
-its own positions. Trailing slots that no row uses are cut off at once: a batch of one never has a hole. The cache is
-compacted when holes exceed a share of it."""
+Every row appends to the same cache slots. Slots that a row has rejected or never had (left padding) are holes, which
+the attention mask hides from it. Keys stay in time order, so causality by slot holds; each row has its own position
+ids. Unused trailing slots are cut off at once, so a batch of one has no holes. Too many holes are compacted."""
 
 from __future__ import annotations
 

@@ -89,8 +89,7 @@ class PairEngines:
                 yield BatchEngines(target, draft, kept, shape, prefixes, spaces)
 
     def shape(self) -> str:
-        """What decides how long a cycle takes, as JSON; empty without a draft, and for models that are measured in less
-        time than a file takes."""
+        """What decides how long a cycle takes, as JSON; empty without a draft, and for models too small to store it."""
         if self.draft is None or self.target.causal_lm.num_parameters() < MIN_MEASURED:
             return ""
         models = {"target": (self.target, self.target.dtype_name), "draft": (self.draft, self.draft_dtype)}
@@ -124,10 +123,8 @@ def make_engine(
     int8: bool = False,
     kind: str = "auto",
 ) -> Engine:
-    """Make the fastest engine for a model, or the one that `kind` names.
-
-    `hidden` asks for the states a judge reads, `features` for the inputs of these layers, which a draft reads; `int8`
-    for quantised weights, which the CPU engine alone offers."""
+    """Make the fastest engine for a model, or the one that `kind` names. Only the CPU engine has `int8` weights.
+    `hidden` asks for the states a judge reads, `features` for the inputs of these layers, which a draft reads."""
     model = as_loaded(model)
     if features:
         decoder_layers(model.causal_lm)  # raises where the layers cannot be found
@@ -162,7 +159,6 @@ def make_draft(
     draft: AnyModel, target: PreTrainedModel | LoadedModel, *, int8: bool = False, kind: str = "auto"
 ) -> Drafter:
     """Make the draft of a target from a model or a head, on the fastest engine or the one that `kind` names.
-
     The target's engine must be made with the draft's `features`."""
     draft, target = as_draft(draft), as_loaded(target)
     if (head := draft.head) is None:

@@ -30,9 +30,7 @@ sdpa_without_cudnn = partial(sdpa_kernel, [SDPBackend.FLASH_ATTENTION, SDPBacken
 @torch.no_grad()
 def teacher_forced(model: PreTrainedModel | LoadedModel, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
     """Yield indices of sequences and, for all tokens of their answers in that order, the states [R, H] before them.
-
-    The states are those after the final norm, the input of the output matrix. Sequences of similar length share a
-    pass, of half as many tokens when memory runs out."""
+    States are those after the final norm. Sequences of similar length share a pass, halved when memory runs out."""
     loaded = as_loaded(model)
     if isinstance(loaded, Target) and loaded.remote is not None:
         whole = [[*prompt, *answer] for prompt, answer in sequences]
@@ -51,9 +49,7 @@ def teacher_forced(model: PreTrainedModel | LoadedModel, sequences: Sequences) -
 @torch.no_grad()
 def head_choices(head: EagleHead, target: PreTrainedModel, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
     """Yield indices of sequences and, for all tokens of their answers in that order, what a head proposes there [R].
-
-    Its entries are made of the target's states. There is none before the second token: the answer's own token is
-    returned there."""
+    Entries are made of the target's states; there is none before the second token, where the answer's is returned."""
 
     def choices(ids: Tensor, predicts: Tensor) -> Tensor:
         with captured_states(target, head.config.aux_layers) as states:

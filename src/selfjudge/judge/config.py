@@ -1,5 +1,4 @@
-"""Folders of judges, shipped, local or of the hub: their `config.json`, which says what a judge is made for and what
-it reads, and the prompts that it was trained on. Imports no torch."""
+"""Folders of judges (shipped, local, of the hub): `config.json` and the prompts of the training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ def feature_width(features: str, hidden_size: int) -> int:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """Where a judge comes from and what it reads. The target must be the one named, and a file must name one; the draft
-    is named, not required: another draft for the same target is fine. The types are the file's schema."""
+    """Where a judge comes from and what it reads; the types are the file's schema. A file must name the target, which
+    is checked; the draft is for information: another draft for the same target is fine."""
 
     hidden_size: Annotated[int, Range(1, 1 << 20)]
     target: str = ""
@@ -48,8 +47,7 @@ class JudgeConfig:
     suffix_gap: Count = 0
     score: Annotated[str, Literal[SCORES]] = "likelihood"
     tau: float | None = None
-    acceptable: Share | None = None
-    """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""
+    acceptable: Share | None = None  # share of the mismatches that τ was chosen to call acceptable, if it was
     margin_limit: Annotated[float, Range(0, -LOWEST)] | None = None
     """The judge has no say where the target prefers its own token by more than so many nats."""
     sources: tuple[str, ...] = ()  # sources of the prompts that it was labelled with, where they are known
@@ -78,9 +76,7 @@ class JudgeConfig:
         return feature_width(self.features, self.hidden_size)
 
     def threshold(self, theta: float | str | None) -> float:
-        """θ as a number in [0, 1], from a number, a stored threshold's name (`F`, `R`) or `q0.9`: that of quality 0.9.
-
-        None is the default: R, or one half for a judge that was trained without thresholds."""
+        """θ from a number in [0, 1], a stored name (`F`, `R`) or a quality (`q0.9`); None is R, or else one half."""
         if theta is None:
             return self.thresholds.get(DEFAULT_THETA, 0.5)
         if isinstance(theta, str):

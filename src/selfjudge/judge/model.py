@@ -1,7 +1,5 @@
 """The judge: a tiny classifier that says whether a draft token keeps the target's meaning.
-
-It reads what the verification pass computed anyway, so it costs one small matrix product and no forward pass.
-It outputs P(acceptable); a draft is accepted when that is *greater than* θ, so θ = 1 accepts nothing."""
+It costs one small matrix product and no forward pass. P(acceptable) must be *greater than* θ: θ = 1 accepts nothing."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ def margins(logits: Tensor, drafts: Tensor, choice: Tensor | None = None) -> Ten
 
 
 def join_features(features: str, hidden: Tensor, margin: Tensor | None, before: Tensor | None) -> Tensor:
-    """[..., D] the columns that `features` names, from states [..., H] and margins [...]; what it does not name may be
-    None."""
+    """The columns [..., D] that `features` names, from states [..., H] and margins [...]; others may be None."""
     parts = [hidden.float()]
     if "margin" in features:
         assert margin is not None
@@ -45,10 +42,7 @@ def join_features(features: str, hidden: Tensor, margin: Tensor | None, before: 
 
 
 class Judge(nn.Module):
-    """P(acceptable) = σ(w·x + b).
-
-    x is the target's hidden state h at the draft token and, by `config.features`, log-probabilities of the same pass.
-    """
+    """P(acceptable) = σ(w·x + b): x is the target's state at the draft and, by `config.features`, log-probabilities."""
 
     weight: Tensor
     bias: Tensor
@@ -82,9 +76,8 @@ class Judge(nn.Module):
         self, hidden: Tensor, before: Tensor, logits: Tensor, drafts: Tensor, choice: Tensor | None = None
     ) -> Tensor:
         """[...] P(acceptable) of drafts [...]: 0 beyond the margin limit, NaN where a state that is read is non-finite.
-
-        The states at the drafts and at the tokens before are [..., H], the rows that predict the drafts [..., V];
-        `choice` [...] are the target's most likely tokens, if they are known."""
+        States at the drafts and `before` them are [..., H], the rows that predict the drafts [..., V]; `choice` [...]
+        are the target's most likely tokens, if known."""
         features, limit = self.config.features, self.config.margin_limit
         margin = None if limit is None and "margin" not in features else margins(logits, drafts, choice)
         scores = self.score(join_features(features, hidden, margin, before))

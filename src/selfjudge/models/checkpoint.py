@@ -1,8 +1,7 @@
 """The weights of a checkpoint: all of the model's, none of another's, every one finite; and how int8 rounds them.
-
-Those of safetensors are read one by one onto their device and dequantised where they are quantised. Files are read, not
-mapped, PIECE bytes at a time: memory of the host does not grow with the checkpoint. transformers takes the entries of
-`open_checkpoint` as its `state_dict` and asks each for its tensor when it comes to it."""
+Tensors of safetensors files are read one by one onto their device, and dequantised where they are quantised. Files are
+read in pieces of PIECE bytes, not mapped: memory of the host does not grow with the checkpoint. The `state_dict` that
+transformers gets has the entries of `open_checkpoint`, each read when transformers comes to it."""
 
 from __future__ import annotations
 
@@ -73,9 +72,8 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], source: Path | str) -> N
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values [N, K] and float16 scales [N, K/32]: the largest of a group becomes ±127.
-
-    The last group may be short. What `dequantise` gives is quantised to the same values again."""
+    """int8 values [N, K] and float16 scales [N, K/32]: the largest of a group becomes ±127; the last may be short.
+    What `dequantise` gives is quantised to the same values again."""
     rows, cols = weight.shape
     groups = F.pad(weight.detach().float(), (0, -cols % GROUP)).view(rows, -1, GROUP)
     scale = (groups.abs().amax(-1) / 127).half()
@@ -99,8 +97,7 @@ def unpack_six(packed: Tensor) -> Tensor:
 
 def read_packed(folder: Path) -> dict[str, Tensor]:
     """All tensors of the safetensors files in a folder, floats in float32.
-
-    Packed as in drafts that ship, a matrix is int8, or six bits in uint8, and has scales beside it (`NAME.scale`)."""
+    A matrix in int8, or six bits in uint8, as in drafts that ship, is dequantised with its scales (`NAME.scale`)."""
     stored: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     try:
@@ -281,10 +278,8 @@ def _unpack(packed: Tensor, bits: int, axis: int, order: list[int] | None = None
 
 
 def _unpack_weights(parts: dict[str, Tensor], scheme: QuantScheme) -> Tensor:
-    """[N, K] from words of whole numbers, of zeros, and scales [N, G] of each group of inputs.
-
-    compressed-tensors has words [N, K/8] and perhaps zeros [N/8, G]; GPTQ words [K/8, N], AWQ [K, N/8], both zeros
-    [G, N/8] and scales [G, N]."""
+    """[N, K] from words of whole numbers, of zeros, and scales [N, G] by group of inputs. compressed-tensors has words
+    [N, K/8] and perhaps zeros [N/8, G]; GPTQ words [K/8, N], AWQ [K, N/8], both zeros [G, N/8] and scales [G, N]."""
     bits, zeros = scheme.bits, torch.tensor(1 << scheme.bits - 1)
     if PACKED in parts:
         rows, cols = parts["weight_shape"].tolist()

@@ -1,25 +1,20 @@
 """The EAGLE-3 head: a draft of one layer that reads the target's own states (Li et al. 2025).
-
 Entry t of the head gets the target's states at position t and the token at t+1, and proposes the token at t+2:
 
     g = fc(states of a low, a middle and a high layer)    where the target has been; else g = a of the entry before
     r = g + attention(norm(embedding of the token) ‖ norm(g));   a = r + mlp(norm(r));   logits = norm(a) · outputᵀ
 
-The embedding and the output matrix are the target's own; of the output only the rows of a draft vocabulary are used.
-Names and order of operations are those of vLLM and speculators. Folders are in the format of speculators, which vLLM
-loads; that of the paper's code is read as well.
+Embedding and output matrix are the target's own; of the output only the rows of a draft vocabulary are used. Names and
+order of operations are those of vLLM and speculators. Folders have the format of speculators, which vLLM loads; that of
+the paper's code is read as well:
 
-FOLDER/
-    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), the
-                         layers of the target that are read, how many tokens are proposed; in ours also for which
-                         target the head was made and how good it is
+    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), the target's
+                         layers that are read, tokens to propose; in ours also the head's target and its quality
     model.safetensors    the parameters by vLLM's names (`midlayer.` in place of `layers.0.` in the paper's format);
                          lm_head: the rows of the output matrix; d2t: token − index of each row; t2d: a mask of those
                          tokens; perhaps embed_tokens
-
-A head that ships is compact: `head.safetensors` has matrices as int8, or as six bits packed, with a float16 scale for
-each 32 weights, and `draft_ids` in place of the maps. vLLM does not read those.
-"""
+    head.safetensors     in heads that ship, which vLLM does not read: matrices as int8, or as six bits packed, with a
+                         float16 scale for each 32 weights, and `draft_ids` in place of the maps"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -45,30 +40,25 @@ from selfjudge.store.schema import HeadFile, HeadShape, conform
 
 FORMAT = "0.3.0"  # of speculators, whose fields these are
 COMPACT = "head.safetensors"
-_FIXED = {
+_FIXED = {  # options of public heads, each with the one value that our heads have
     "num_hidden_layers": 1, "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "norm_before_fc": False, "fc_norm": False, "norm_output": False, "num_aux_hidden_states": 3,
     "use_aux_hidden_state": True,
 }  # fmt: skip
-"""Options of public heads, each with the one value that our heads have."""
-_WRITTEN = (
+_WRITTEN = (  # what is written of a head's layer
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_parameters",
 )  # fmt: skip
-"""What is written of a head's layer."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """The shape of a head."""
 
-    layer: LlamaConfig
-    """Its layer, with the target's width, vocabulary, rotary embedding and ε of the norms."""
-    aux_layers: tuple[int, int, int]
-    """Layers whose inputs are read: i is the residual stream that enters decoder layer i, as vLLM counts."""
+    layer: LlamaConfig  # with the target's width, vocabulary, rotary embedding and ε of the norms
+    aux_layers: tuple[int, int, int]  # their inputs are read: i is the residual stream into decoder layer i, as in vLLM
     draft_vocab_size: int
-    norm_before_residual: bool = False
-    """Whether r = norm(g) + attention(…), as in many public heads; ours add to g itself."""
+    norm_before_residual: bool = False  # whether r = norm(g) + attention(…), as in many public heads; else g + …
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, draft_vocab_size: int, intermediate_size: int | None = None) -> Self:
@@ -188,8 +178,7 @@ class EagleHead(nn.Module):
     embedding: Tensor | None
     """[V, H] embedding of the target; like `output` [D, H] None before `bind` and where the weights stay in a file."""
     output: Tensor | None
-    own: frozenset[str] = frozenset()
-    """Which of the two come with the head: public heads may have been trained with their own."""
+    own: frozenset[str] = frozenset()  # which of the two come with the head: public heads may have their own
     folder: Path | None = None  # folder from which the matrices can be read again
 
     def __init__(self, config: EagleConfig, draft_ids: Tensor) -> None:
@@ -223,9 +212,7 @@ class EagleHead(nn.Module):
     def bind(
         self, target: PreTrainedModel, sha256: str = "", name: str = "", *, dtype: torch.dtype | None = None
     ) -> Self:
-        """Use this target's embedding and output matrix, its device and, unless given, its dtype.
-
-        A target that does not fit is refused."""
+        """Use a target's embedding, output matrix, device and dtype (unless given); refuse one that does not fit."""
         self.check_target(target, sha256, name or "this target")
         self.window, self.architecture = context_window(target), type(target).__name__
         self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
@@ -282,8 +269,7 @@ class EagleHead(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         """a [B, T, H] of entries with tokens [B, T] and g [B, T, H]; `positions` [B, T] are 0 … T−1 if not given.
-
-        Keys and values go into `cache` where there is one. `mask` [B, 1, T, S] says (True) what an entry may see of it;
+        Keys and values go into `cache` where there is one. `mask` [B, 1, T, S] is True for what an entry may see of it;
         without a mask entries see themselves and those before them, so the cache must be empty or T = 1."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -404,9 +390,7 @@ def write_head(
     head: EagleHead, folder: Path, *, steps: int = 5, verifier: str = "", metrics: Mapping[str, Any] | None = None
 ) -> None:
     """Write `model.safetensors` (float16), then `config.json`: its existence means that the folder is whole.
-
-    `steps` is how many tokens vLLM drafts unless told otherwise, `verifier` what vLLM loads as the target. The rows of
-    the output matrix are copied, because vLLM wants them; the embedding is taken from the target."""
+    vLLM drafts `steps` tokens by default for `verifier`, whose embedding it takes; the output rows are copied."""
     config = head.config
     tensors = {name: p.detach() for name, p in head.named_parameters()}
     if head.output is not None:

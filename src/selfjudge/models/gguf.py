@@ -1,7 +1,6 @@
 """GGUF files: the metadata of a model, where its tensors lie, and their rows as floats.
-
-A model that is opened from a file has the shapes of its weights and none of their values: engines read those from it.
-What is read is copied and never mapped, so that a file that is cut or overwritten later changes nothing."""
+A model opened from a file has the shapes of its weights and no values: engines read those from the file. What is read
+is copied, never mapped, so that a file that is cut or overwritten later changes nothing."""
 
 from __future__ import annotations
 
@@ -22,20 +21,18 @@ from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.checkpoint import GROUP, check_heads, quantise
 from selfjudge.models.shape import Shape, describe, head_width
 
-BLOCKS = {
+BLOCKS = {  # block types by their number in a file: name, weights per block, bytes per block
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
 }  # fmt: skip
-"""Block types by their number in a file: name, weights per block, bytes per block."""
 
 RECODED = frozenset({10, 11, 20, 23})  # block types that the CPU kernel does not multiply: they are read as int8
 
-ARCHITECTURES = {
+ARCHITECTURES = {  # model types of transformers by the general architecture of a file
     name: {"gemma3": "gemma3_text"}.get(name, name)
     for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "smollm3")
 }
-"""Model types of transformers by the general architecture of a file."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -43,11 +40,10 @@ _MOST_COUNT = 1 << 24  # layers, heads, columns, positions
 _MOST_ALIGNMENT = 1 << 20
 _MOST_TEXT = 64 << 20
 _FLOATS: dict[int, type[np.floating[Any]]] = {0: np.float32, 1: np.float16}
-_SCALES = {
+_SCALES = {  # bytes of a block that hold its float16 scales
     "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4), "Q8_0": (0, 2), "Q4_K": (0, 4), "Q5_K": (0, 4),
     "Q6_K": (208, 210), "Q2_K": (80, 84), "Q3_K": (108, 110), "IQ4_NL": (0, 2), "IQ4_XS": (0, 2),
 }  # fmt: skip
-"""Bytes of a block that hold its float16 scales."""
 
 
 _MODEL = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
@@ -229,8 +225,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, start: in
     return TensorInfo(name, rows, cols, kind, start + offset, rows * cols // weights * size)
 
 
-INTERLEAVED = ("llama", "granite", "smollm3")
-"""Model types in whose files the rotary pairs of queries and keys lie side by side."""
+INTERLEAVED = ("llama", "granite", "smollm3")  # their files have rotary pairs of queries and keys side by side
 
 
 def row_order(config: PretrainedConfig) -> NDArray[np.int32] | None:

@@ -1,6 +1,4 @@
-"""Loading: a reference becomes a model on its device, its tokenizer and the hash of its weights.
-
-A loaded model is one object: its module, where its weights are, and what engines keep for it."""
+"""Loading: a reference becomes a model on its device, its tokenizer and the hash of its weights."""
 
 from __future__ import annotations
 
@@ -88,8 +86,7 @@ class Target(LoadedModel):
 
     module: PreTrainedModel
     int8: bool = False  # whether the CPU engine quantises the weights to int8
-    remote: Any = None
-    """The `VllmBackend` that answers for this model; the module then has its shape and its output matrix alone."""
+    remote: Any = None  # the `VllmBackend` that answers for it; the module then has shape and output matrix alone
 
     @property
     def dtype_name(self) -> str:
@@ -153,12 +150,9 @@ class Loader:
 
     device: torch.device
     dtype: torch.dtype
-    q4: bool
-    """Whether weights stay in the blocks of their GGUF file."""
-    int8: bool
-    """Whether the CPU engine quantises the target."""
-    draft_int8: bool | None
-    """Whether it quantises the draft; None: where it can."""
+    q4: bool  # whether weights stay in the blocks of their GGUF file
+    int8: bool  # whether the CPU engine quantises the target
+    draft_int8: bool | None  # whether it quantises the draft; None: where it can
     progress: Notify | None = None
 
     @classmethod

@@ -1,6 +1,4 @@
-"""What a model needs of memory, for loading, `doctor` and docs/memory.md; admission takes its bytes of a token.
-
-It reads a config and the headers of files, never a weight."""
+"""Memory that a model needs, from its config and file headers alone: for loading, admission, `doctor` and the docs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

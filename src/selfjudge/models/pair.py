@@ -52,14 +52,12 @@ class Pair:
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
         folder of an EAGLE-3 head, ours or one in the format of speculators or of EAGLE's own code.
-
-        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps. On cpu
-        it is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
-        `q4` leaves weights in their GGUF file, whose blocks the CPU engine runs as they are; `int8` loads float32 and
-        lets the CPU engine quantise it. With a dtype of floats the draft has it, too, unless `draft_dtype` is int8.
-        `full_precision` chooses a dtype of floats: for labels, likelihoods and training.
-        `gpu_memory` limits what this process takes of a CUDA device: a share (`0.9`) or a size (`8GB`).
-        Without `needs_draft` the pair may lack a draft: it is then good for plain decoding."""
+        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps; on cpu
+        `q4` for embedded models and GGUF files, else float32, and the draft then runs in int8 if it can. `q4` leaves
+        weights in their GGUF file, whose blocks the CPU engine runs. `int8` loads float32, which the CPU engine
+        quantises. A dtype of floats holds for the draft too, unless `draft_dtype` is int8; `full_precision` chooses
+        one, for labels, likelihoods and training. `gpu_memory` limits what this process takes of a CUDA device: a share
+        (`0.9`) or a size (`8GB`). Without `needs_draft` the pair may lack a draft: it then decodes only plainly."""
         loader = Loader.choose(target, device, dtype, draft_dtype, full_precision, progress)
         if gpu_memory is not None:
             limit_memory(loader.device, gpu_memory)
@@ -169,9 +167,8 @@ class Pair:
 
 
 def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Notify | None = None) -> None:
-    """Write the head `draft` of a target as vLLM loads it; `steps` is how many tokens it drafts by default.
-
-    Target and draft are named as for `Pair.load`. What was exported to `out` before is replaced."""
+    """Write the head `draft` of a target as vLLM loads it, in place of what was exported to `out` before.
+    Target and draft are named as for `Pair.load`; `steps` is how many tokens vLLM drafts by default."""
     check_export(draft, out)
     pair = Pair.load(target, draft, device="cpu", dtype="float16", progress=progress)
     assert isinstance(pair.draft, EagleHead)
@@ -182,7 +179,6 @@ def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress:
 
 def exported_head(target: str, draft: str, *, steps: int = 5) -> Path | None:
     """The folder of a head that vLLM loads: its own, or for a compact head HOME/heads/KEY, made when first asked for.
-
     None for a draft that is not a head."""
     if (folder := head_folder(draft)) is None:
         return None

@@ -8,8 +8,7 @@
     HOME/models/.NAME.lock       lock: one process at a time
 
 A folder is made under a temporary name and moved into place when whole; its manifest.json has the sha256 of every file
-and is as old as the last check of them. What a kill interrupts is made again by the next call.
-"""
+and is as old as the last check of them. What a kill interrupts is made again by the next call."""
 
 import contextlib
 import os
@@ -31,9 +30,7 @@ from selfjudge.types import Notify
 
 def pull(name: str, progress: Notify | None = None, *, verify: bool = True) -> Path:
     """The GGUF file of an embedded model, fetched if it is not there yet. Offline after the first time.
-
-    `verify` reads every cached file against its checksum; without it a file is read only when it was
-    touched since it was last checked."""
+    `verify` reads every cached file against its checksum; without it only those touched since their last check."""
     cache = _Cache(name, progress)
     if not verify and cache.has_file(full=False) and cache.whole(cache.blocks, full=False):
         return cache.file
@@ -64,9 +61,7 @@ def served_reference(reference: str) -> str:
 
 
 def block_file(reference: str, progress: Notify | None = None) -> tuple[Path, Path] | None:
-    """The GGUF file of an embedded target (`NAME`) or of its draft (`NAME/draft`), and the folder of its tokenizer.
-
-    None for others."""
+    """The GGUF file of an embedded target (`NAME`) or its draft (`NAME/draft`), and the tokenizer's folder, or None."""
     found = find_embedded(reference)
     if found is None or found[1] == "eagle3":
         return None
@@ -206,7 +201,6 @@ class _Cache:
 
 def _unchanged(files: Mapping[Path, str], mark: Path, full: bool) -> bool:
     """Whether all files are there and have these hashes; `mark` then gets the time of this check.
-
     Files that were not touched since the mark's time are not read, unless `full`."""
     checked = mark.stat().st_mtime_ns if mark.exists() else 0
     if not all(file.is_file() for file in files):

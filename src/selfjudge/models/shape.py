@@ -1,7 +1,6 @@
 """What a decoder is made of: one description, read from a config of transformers, that all fast engines run.
-
-A GGUF file is read as such a config first (`gguf.py`). Of a model type only what its config does not say stands here
-(`FAMILIES`). What cannot be described is refused with the property that is in the way."""
+GGUF files become such a config first (`gguf.py`); `FAMILIES` has what a model type's config does not say. What cannot
+be described is refused with the property that is in the way."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,8 +35,7 @@ class LayerPart(NamedTuple):
 class Family:
     """What the models of a type do, as far as their config does not say it. The defaults are Llama's."""
 
-    norms: str = "before"
-    """Where the norms of a layer stand: `before` attention and feed-forward layer, `after` them, or `both`."""
+    norms: str = "before"  # `before` attention and feed-forward layer, `after` them, or `both`
     norm_offset: float = 0.0  # added to the weights of all norms
     wide_norms: bool = False  # whether a norm is multiplied with its weights in float32
     qk_norm: str = ""  # norms of queries and keys: none, of each `head`, or of the `whole` row
@@ -80,15 +78,13 @@ class Shape:
     epsilon: float
     attention_scale: float
     windows: tuple[int, ...] = (0,)  # positions that each layer sees, a token's own included; 0: all
-    rotary: tuple[str, ...] = ("",)
-    """Rotary embedding of each layer: the only one, that of its kind of layers, or `none`."""
+    rotary: tuple[str, ...] = ("",)  # of each layer: the only embedding, that of its kind of layers, or `none`
     rotary_dim: int = 0  # columns of a head that are rotated
     activation: str = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-    attention_cap: float = 0.0
-    """Largest attention score, by tanh; 0: any. `logit_cap` likewise."""
+    attention_cap: float = 0.0  # largest attention score, by tanh; 0: any. `logit_cap` likewise
     logit_cap: float = 0.0
 
     @property
@@ -150,7 +146,6 @@ class Shape:
 
     def rotated_columns(self, width: int) -> Tensor | None:
         """Order of the columns of a head of queries or keys, which engines pair by halves; None where it is their own.
-
         A head gets `width` columns; −1 marks a column of zeros. Columns that are not rotated fill both halves."""
         if width == self.head_dim == self.rotary_dim:
             return None

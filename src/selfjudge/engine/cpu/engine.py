@@ -1,6 +1,4 @@
-"""The CPU engine: described models through one compiled forward pass (`kernels.cpp`).
-
-The kernel is compiled once, by the machine's C++ compiler, into the cache folder. `weights.py` packs the weights."""
+"""The CPU engine: described models through one compiled forward pass (`kernels.cpp`, packed by `weights.py`)."""
 
 import ctypes
 import subprocess
@@ -145,9 +143,8 @@ class CpuEngine(Engine):
         return logits, states, residual, features.view(batch, width, features.shape[1])
 
     def _run_flat(self, tokens: Tensor, used: list[int], keep: int, states_in: Tensor | None = None) -> _Buffers:
-        """Append the last used[b] tokens of each row, in passes of at most CHUNK; outputs are not yet by row.
-
-        They follow one another; those of the last `keep` columns have room for B · `keep`, which they may not fill."""
+        """Append the last used[b] tokens of each row, in passes of at most CHUNK. Outputs follow one another, not yet
+        by row: those of the last `keep` columns have room for B · `keep`, which they may not fill."""
         batch, width = tokens.shape
         self.lengths = self.lengths or [0] * batch
         lengths = [n + c for n, c in zip(self.lengths, used, strict=True)]

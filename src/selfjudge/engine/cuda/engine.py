@@ -1,9 +1,7 @@
 """The CUDA engine: described models with a static cache, every pass of one shape, replayed as a graph.
-
-Row b of the cache holds its tokens at slots 0 … length−1. Rejected tokens are overwritten, so a rewind is a subtraction
-on the device. The last slot takes padding tokens. A smaller batch lives in the first rows of the same cache, so what
-was captured for a batch size stays valid. The steps of a pass are Triton kernels (`kernels_triton.py`). Without Triton,
-or on a CPU, they are torch operations: so the tests on machines without a GPU cover this file."""
+Row b of the cache holds its tokens at slots 0 … length−1; the last slot takes padding tokens. A rewind is a subtraction
+on the device: rejected tokens are overwritten. A smaller batch uses the first rows of the same cache, so captured
+graphs stay valid. Without Triton or a GPU, torch operations replace its kernels: tests on a CPU cover this file."""
 
 import contextlib
 import copy
@@ -75,8 +73,7 @@ def passes(lengths: Sequence[int], width: int) -> Iterator[tuple[slice, int]]:
         first = stop
 
 
-_Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]
-"""A captured prefill: replay, its tokens, its counts, its output."""
+_Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]  # captured: replay, its tokens, counts and output
 
 
 class CudaEngine(Engine):
@@ -289,10 +286,8 @@ class CudaEngine(Engine):
     def _forward(
         self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int, features: Tensor | None
     ) -> Output:
-        """Run embedded tokens [B, T, H] through all layers, whose inputs go into `features` where they are wanted.
-
-        x is the residual stream. `parts` of the last product may still be missing from it: the next `norm` adds them.
-        """
+        """Run embedded tokens [B, T, H] through all layers; `features` gets the inputs of the layers that are wanted.
+        x is the residual stream. `parts` of the last product may be missing from it: the next `norm` adds them."""
         w, kernels = self.weights, self._kernels
         batch, width = slot.shape
         epsilon, scale = w.epsilon, w.shape.residual_scale

@@ -39,9 +39,7 @@ def times_weight(wide: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Kernels:
-    """The steps of a pass as torch operations.
-
-    A product may come as parts [S, M, N]; the step that reads it adds them up."""
+    """The steps of a pass as torch operations. A product may be parts [S, M, N], which the step that reads it adds."""
 
     def begin(
         self, tokens: Tensor, counts: Tensor | None, lengths: Tensor, slots: int, embedding: Tensor
@@ -65,8 +63,7 @@ class Kernels:
         scale: float = 1.0,
     ) -> Tensor:
         """Add the parts to x [M, H] in place; return x normalised, or x itself without a weight. x must be contiguous.
-
-        The sum of the parts is normalised first where `after` is its weight, then multiplied with `scale`."""
+        With `after` as its weight, the sum of the parts is normalised first, then multiplied with `scale`."""
         assert x.is_contiguous()
 
         def normed(values: Tensor, by: Tensor) -> Tensor:
@@ -86,7 +83,6 @@ class Kernels:
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, apart: bool = False) -> Tensor | None:
         """Add y · weightᵀ to x in place and return None, or return the parts [S, M, N] for the next `norm` to add.
-
         `apart` asks for the parts: that `norm` changes them first."""
         if apart:
             return self.product(y, weight, bias)
@@ -105,7 +101,6 @@ class Kernels:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate queries and keys of [S, M, (Hq+2Hk)·D], cache keys and values; return queries [B, T, Hq, D].
-
         `rotary` is cosine and sine by position, `at` slot and position [B, T], `cache` keys and values."""
         (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape

@@ -1,12 +1,9 @@
 """The steps of a pass as Triton kernels; their contracts are those of `kernels_torch.Kernels`.
-
 Decoding with few rows is a chain of small kernels, each bound by the time its weights take to arrive. Products of up to
-FEW rows split their inputs over enough programs to keep the whole device reading, and leave the sum of the parts to the
-next kernel. Each kernel starts while the one before it still runs (programmatic dependent launch): it loads its weights
-first and only then waits for its inputs (`gdc_wait`).
-
-Few variants are compiled: of the batch and of γ only tile sizes, each one of a few, are compile-time constants, and
-`@run_time` keeps Triton from compiling numbers that are 1 or divisible by 16, and aligned pointers, once more."""
+FEW rows split their inputs over enough programs to keep the device reading; the next kernel adds the parts. A kernel
+starts while the one before it runs (programmatic dependent launch): it loads its weights, then waits for its inputs
+(`gdc_wait`). Few variants are compiled: of the batch and of γ only tile sizes are constants, and `@run_time` keeps
+Triton from compiling again for numbers that are 1 or divisible by 16, and for aligned pointers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The Triton programs that `kernels_triton` launches.
-
-Each starts while the one before it still runs (EARLY): it loads its weights first, then waits for its inputs."""
+"""The Triton programs of `kernels_triton`. With EARLY each loads its weights, then waits for the kernel before it."""
 
 from __future__ import annotations
 
@@ -256,9 +254,7 @@ def attention(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: `queries` tokens times TOGETHER heads of one row against its keys, online softmax.
-
-    With SPLIT it reads one of `splits` shares of the keys, and writes the unnormalised sum, the mass and the maximum of
-    its share for `combine`."""
+    With SPLIT it reads one of `splits` shares of the keys; `combine` gets its unnormalised sum, mass and maximum."""
     row = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * TOGETHER
     share = tl.program_id(2) // blocks
