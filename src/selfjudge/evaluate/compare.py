@@ -27,7 +27,8 @@ def find_exact(folder: Path, gamma: int) -> Path | None:
 
 
 def compare_with_exact(folder: Path, exact: Path, examples: TaskExamples) -> dict[str, Any]:
-    """The summary of a run compared with `exact`. A comparison with this run, or whose rows are gone, stays."""
+    """The summary of the run in `folder`, compared with that run of `exact`. It is returned as it is if the two were
+    compared before, or if its rows are gone."""
     summary = read_json(folder / "summary.json", FinishedSummary)
     fingerprint = _fingerprint(exact)
     if summary["compared_with"] == fingerprint or not (folder / SAMPLES).is_file():

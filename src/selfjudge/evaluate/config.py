@@ -108,7 +108,8 @@ class TaskExamples:
 
 
 def check_examples(config: EvalConfig) -> bool:
-    """Refuse tasks whose examples cannot be loaded; returns whether summaries may need the full-precision target."""
+    """Refuse tasks whose examples cannot be loaded; returns whether the target may have to judge summaries, for which
+    it needs full precision."""
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
     return config.nli != "off" and any(examples.has_stories for examples in tasks)
 

@@ -198,7 +198,8 @@ class Execution:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
 
     def _times(self, parts: Sequence[str], tokens: Sequence[int]) -> dict[str, Any]:
-        """Seconds by phase, tokens/s, why they are unreliable. The first of several parts (set-up) is left out."""
+        """Seconds by phase, tokens/s, and why they are unreliable, if so. The first of several parts does not count,
+        because engines capture graphs and pack weights in it."""
         if not self.config.times:
             return {"tokens_per_second": None, "busy": "", "seconds": {}}
         first = 1 if len(parts) > 1 else 0

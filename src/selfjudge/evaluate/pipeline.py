@@ -58,8 +58,8 @@ def evaluate_rules(
     notify: Notify = ignore,
     warn: Warn = ignore,
 ) -> list[dict[str, Any]]:
-    """Run what is not yet done in the folder `out`; the summaries of all runs of `config`, in order. `judges` by name;
-    None: the pair's own. Models run in this process unless an `answerer` is given."""
+    """Run what is not yet done in the folder `out`; returns the summaries of all runs of `config`, in order. `judges`
+    are given by name; None means the pair's own. Models run in this process unless an `answerer` is given."""
     config.check()
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
     answerer = answerer or TorchAnswerer(pair)

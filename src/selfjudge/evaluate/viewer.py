@@ -22,7 +22,7 @@ def make_example_row(pair: Pair, prompt: Prompt, answer: Generation) -> Row:
 
 
 def make_token_rows(pair: Pair, answer: Generation) -> list[Row]:
-    """Each token's text, origin and cycle. Traced judged tokens add the choice, both probabilities and the score."""
+    """Each token's text, origin and cycle; traced judged tokens add the choice, both probabilities and the score."""
     traced = {token.index: token for token in answer.judged_tokens}
     rows: list[Row] = []
     cycle = 0

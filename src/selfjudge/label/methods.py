@@ -7,7 +7,7 @@ Likelihood rejects tokens that score below τ. The same search finds critical to
 τ is the score under which the share `reject_recall` of them lies. It belongs to one suffix length. The evidence keeps
 the log-probability of every position, so that τ can be computed for another.
 Consequences are those of one substitution in the target's own response. Places are drawn evenly over responses and,
-within each, over margins. A tenth are controls, with the target's own token: what those lose is the method's noise."""
+within each, over margins. A tenth of them are controls with the target's own token: what those lose is noise."""
 
 import hashlib
 from bisect import bisect
@@ -159,7 +159,7 @@ class Search:
     original: Original
     response: tuple[int, ...]
     place: int = 0
-    drafts: list[int] = field(default_factory=list)  # along the current response; empty when it changed
+    drafts: list[int] = field(default_factory=list)  # the draft's along the response; empty when it changed
     events: list[Event] = field(default_factory=list)
     done: bool = False
 

@@ -50,7 +50,7 @@ class Scores:
     rank: NDArray[np.int32]  # [K] number of tokens that the target finds more likely than the draft's
     original: Floats  # [K, N] log-probabilities of the tokens that follow in the response; nan past its end
     substituted: Floats  # [K, N] log-probabilities of the same tokens after the draft's token
-    highest: Floats  # [K, N] log-probabilities of the most likely token at each of these places
+    highest: Floats  # [K, N] log-probabilities of the most likely tokens there, after the draft's token
     hidden_before: Floats  # [K, H] states at the token before, which predicts both tokens
     hidden_target: Floats  # [K, H] states at the response's own token
     hidden_draft: Floats  # [K, H] states at the draft's token in its place
@@ -82,8 +82,9 @@ def sum_suffix(original: NDArray[Any], substituted: NDArray[Any]) -> Floats:
 def sum_scores(
     arrays: Mapping[str, NDArray[Any]], suffix_length: int, *, gap: int = 0, score: str = "likelihood"
 ) -> Floats:
-    """[K] the score over at most `suffix_length` tokens of the suffix without the first `gap`. `likelihood` sums the
-    prefix and suffix terms. `confidence` is the mean over the most likely tokens after the substitution."""
+    """[K] the score over at most `suffix_length` tokens of the suffix without the first `gap`. `likelihood` is the sum
+    of the prefix and suffix terms. `confidence` takes the most likely tokens after the substitution instead of the
+    original ones, and the mean instead of the sum."""
     suffix = slice(gap, suffix_length)
     original = arrays["original"][:, suffix]
     after = arrays["highest" if score == "confidence" else "substituted"][:, suffix]

@@ -43,7 +43,8 @@ class Collector:
     notify: Notify
 
     def __call__(self, sources: Sequence[Source]) -> tuple[list[tuple[PromptRecord, list[int]]], dict[str, Any]]:
-        """Prompts with token ids, and counts by source. Repeats count once: they could be on both sides of a split."""
+        """Prompts with their token ids, and what became of each source's prompts. A repeated prompt counts once: twins
+        would end up on both sides of a split by prompt."""
         kept: dict[tuple[int, ...], tuple[PromptRecord, list[int]]] = {}
         report: dict[str, Any] = {}
         for source in sources:

@@ -84,7 +84,7 @@ SECTIONS = {"trade-off": SCORE, "agreement": SAME_ANSWER}
 
 
 def make_charts(runs: Sequence[EvalRun], section: str) -> Iterable[Chart]:
-    """A chart for each task with the figures, at its usual γ: a line a method, a point a threshold."""
+    """A chart for each task that has the figures, at its usual γ: a line a method, a point a threshold."""
     kept = SECTIONS[section]
     paired = [r for r in runs if _is_paired(r, kept)]
     styles = {"exact": 0}  # the same in all charts

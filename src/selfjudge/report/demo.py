@@ -28,9 +28,9 @@ COLUMNS = (
 
 
 def demo_page(result: Mapping[str, Any]) -> str:
-    """One self-contained HTML page from `selfjudge demo --json`; only `rows` is required: a demo may have been stopped.
-    A row with `tokens` (see `make_token_rows`) shows its first answer token by token, else as plain text. `gain` is the
-    question on the large model, with rows of its own."""
+    """One self-contained HTML page from the output of `selfjudge demo --json`. Only `rows` is required: a demo may have
+    been stopped. A row with `tokens` (see `make_token_rows`) shows its first answer token by token, others as plain
+    text. `gain` is the question on the large model, with rows of its own."""
     rows: list[dict[str, Any]] = result["rows"]
     gain = result.get("gain") or {"rows": []}
     return render(

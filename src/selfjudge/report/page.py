@@ -28,7 +28,8 @@ TABLES = "tables.md"  # a folder that holds it is one of a report
 
 
 def report(folders: Sequence[Path], out: Path) -> Content:
-    """Write the page `out`, and tables.md in a folder of its name; returns rows, run count and what was left out."""
+    """Write the page `out` and, in a folder of the same name, tables.md. Returns the rows of the tables, the number of
+    runs and what was left out."""
     check_page(out)
     beside = out.with_suffix("")
     if beside.is_dir() and any(beside.iterdir()) and not (beside / TABLES).is_file():

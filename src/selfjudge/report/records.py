@@ -1,5 +1,5 @@
-"""Result folders → frozen records of runs in display order: tasks as in the paper, rules from lossless to bold. A
-damaged file is an error; an unfinished run is named and left out. A task has the γ of most of its runs."""
+"""Result folders → frozen records of runs in display order: tasks as in the paper, rules from lossless to boldest. A
+damaged file is an error; an unfinished run is named and left out. A task is shown at the γ of most runs."""
 
 import re
 from collections import Counter, defaultdict
@@ -26,8 +26,8 @@ ABSENT |= dict.fromkeys(("judge", "judge_id", "busy", *PROVENANCE), "")
 
 @dataclass(frozen=True)
 class EvalRun:
-    """One task decoded by one rule at one γ: keys of `EvaluationSummary` (store/formats.json), and answers. Scores are
-    shares, `PROVENANCE` is text."""
+    """One task decoded by one rule at one γ, with answers. Keys of its summary (`EvaluationSummary` in
+    store/formats.json) are attributes. Scores are shares; `PROVENANCE` is text."""
 
     folder: Path
     summary: Mapping[str, Any] = field(repr=False)
@@ -209,7 +209,8 @@ def _add_run(file: Path, runs: dict[tuple[Any, ...], EvalRun], skipped: dict[str
 
 
 def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
-    """Judges with equal names get digits of their ids; runs with fewer examples or a shorter limit, their own task."""
+    """Several judges of a pair with one name get the first digits of their ids. Runs with fewer examples, or a shorter
+    limit, than others of a task do not compare: they get a task of their own."""
     judges: dict[tuple[str, str], set[str]] = defaultdict(set)
     sizes: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Tables: plain rows and columns, the same for the page and for Markdown; those of the report, empty without data."""
+"""Tables of the report: plain rows, and columns with their formats for page and Markdown; empty without data."""
 
 import math
 import re

@@ -184,7 +184,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]], align: str = "") -> str:
-    """A GitHub table of escaped cells, no final line end. `align`: `l` or `r` by column; by default `l`, then `r`."""
+    """A GitHub table of escaped cells, without a final line end. `align` has a letter for each column: `l` for text,
+    `r` for numbers. By default only the first column is text."""
     align = align or "l" + "r" * (len(head) - 1)
     ruler = ["---:" if side == "r" else "---" for side in align]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, ruler, *rows))
@@ -307,8 +308,8 @@ def read_tensors(path: Path, names: Iterable[str] | None = None) -> tuple[dict[s
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: str | None = None, refuse: str | None = None) -> Iterator[None]:
-    """Hold an exclusive lock, which ends with the process, even by kill -9. If another process holds it, wait and say
-    `waiting`, or fail with the error `refuse`."""
+    """Hold an exclusive lock on `path`. The kernel frees it when the process ends, even by kill -9. Where another
+    process holds it, wait and say `waiting`, or fail with the error `refuse`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:

@@ -125,7 +125,8 @@ class RunFolder:
         return (self.path / "settings.json").is_file()
 
     def claim(self, *, resume: bool = True, own: Collection[str] = ()) -> None:
-        """Refuse a folder with foreign files (not in `own`) or, without `resume`, with a begun run; writes nothing."""
+        """Refuse a folder that somebody else's files are in and, without `resume`, one that a run was begun in. Writes
+        nothing. `own` names files that may be in a folder where no run was begun."""
         if not self.begun:
             refuse_foreign(self.path, own)
         elif not resume:
@@ -196,7 +197,8 @@ class LoadWatch:
 
 
 def describe_load(usages: Iterable[Usage], turns: Iterable[Sequence[float]] = ()) -> str:
-    """Why times measured in these usages are unreliable, or empty; each of `turns` has seconds of the same work."""
+    """Why times measured during these usages are unreliable, in one sentence; empty where they are reliable. Each
+    sequence of `turns` has the seconds of the same work, repeated."""
     wall, busy, own = (sum(column) for column in zip((0.0, 0.0, 0.0), *usages, strict=True))
     seconds, cores = max(wall, SHORTEST), _count_cores()
     used, others = busy / seconds, max(0.0, busy - own) / seconds

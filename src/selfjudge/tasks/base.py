@@ -52,8 +52,7 @@ class Task:
                 raise SelfJudgeError(f"{self.name} needs {package}: pip install {package}")
 
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
-        """The first `limit` rows, with an `id` each, of a split, a part (`train[4792:]`) or several
-        (`test+train[4792:]`)."""
+        """The first `limit` rows of a split, a part (`train[4792:]`) or several (`test+train[:9]`), with `id`s."""
         rows: list[Row] = []
         for text in split.split("+"):
             name, part = parse_split(text)

@@ -118,7 +118,7 @@ class LabelledRows:
 
     def relabel(self, config: TrainConfig) -> Self:
         """The same rows with labels from the stored scores of `suffix_length` tokens without the first `suffix_gap`,
-        above `tau` or the τ that accepts the share `acceptable`. Beside them, other methods' labels stay."""
+        above `tau` or the τ that accepts the share `acceptable`. Labels by other methods stay."""
         tau, gap, score = config.tau, config.suffix_gap, config.score
         scored = [i for i, manifest in enumerate(self.manifests) if manifest["method"] == "selfjudge"]
         if not scored:

@@ -1,5 +1,5 @@
-"""A judge on the holdout's mismatches: thresholds, and its card with a figure. A draft is accepted when its score is
-greater than θ. Rows with label 1 are acceptable; the others are bad substitutions."""
+"""How a judge does on the holdout's mismatches: thresholds, and its card with a figure. A draft is accepted when its
+score is greater than θ. Rows with label 1 are acceptable; the others are bad substitutions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -271,8 +271,8 @@ if kind != "stdin":
 def passes_test(
     code: str, test: ProgramTest, *, prelude: str = "", limits: Limits | None = None, allow_unsafe: bool = False
 ) -> bool:
-    """Whether a program passes a test, in a process of its own; `prelude` runs before the code. One that exits before
-    its test fails: it lacks the mark that the harness ends with. Expected values enter the sandbox only in asserts."""
+    """Whether a program passes a test, in a process of its own; `prelude` runs first. One that exits early fails: the
+    harness ends with a mark that the code does not know. Expected values enter the sandbox only in asserts."""
     mark = secrets.token_hex(16)
     stdin, given = (test.given, "") if test.kind == "stdin" else ("", test.given)
     job = {"kind": test.kind, "code": code, "prelude": prelude, "function": test.function, "mark": mark}
