@@ -27,9 +27,8 @@ def find_exact(folder: Path, gamma: int) -> Path | None:
 
 
 def compare_with_exact(folder: Path, exact: Path, examples: TaskExamples) -> dict[str, Any]:
-    """The summary of the run in `folder`, compared with that run of `exact`.
-
-    A comparison with the same run stays as it is; so does one whose rows are no longer there."""
+    """The summary of the run in `folder`, compared with that run of `exact`. It is returned as it is if the two were
+    compared before, or if its rows are gone."""
     summary = read_json(folder / "summary.json", FinishedSummary)
     fingerprint = _fingerprint(exact)
     if summary["compared_with"] == fingerprint or not (folder / SAMPLES).is_file():
@@ -49,7 +48,6 @@ def compare_with_exact(folder: Path, exact: Path, examples: TaskExamples) -> dic
 
 
 def read_samples(folder: Path) -> Iterator[Row]:
-    """The rows of a run."""
     return read_rows(folder / SAMPLES, ScoredSample)
 
 
@@ -60,10 +58,8 @@ def _fingerprint(exact: Path) -> str:
 
 
 def _compare_answers(examples: TaskExamples, samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
-    """Mean of `agrees`, which is written into the samples, and its interval.
-
-    If answers can be found: the share of scored examples that have the answer of `exact`, where it gave one. Else: the
-    overlap of words."""
+    """Mean of `agrees`, which is written into the samples, and its interval. It is the share of scored examples with
+    the answer of `exact`, where it gave one. Tasks without answers take the overlap of words."""
     for sample, other in zip(samples, others, strict=True):
         if not examples.task.checkable:
             if "text" in other and "text" in sample:

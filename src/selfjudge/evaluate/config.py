@@ -1,6 +1,4 @@
-"""The settings of an evaluation, its runs, the examples of its tasks, and how much of everything `reproduce` runs.
-
-This module loads no torch."""
+"""Settings of an evaluation, its runs, the examples of its tasks, and `reproduce`'s presets. Loads no torch."""
 
 from __future__ import annotations
 
@@ -110,8 +108,8 @@ class TaskExamples:
 
 
 def check_examples(config: EvalConfig) -> bool:
-    """Refuse tasks whose examples cannot be loaded, before a model is; returns whether the target may have to judge
-    summaries, which it does in full precision."""
+    """Refuse tasks whose examples cannot be loaded; returns whether the target may have to judge summaries, for which
+    it needs full precision."""
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
     return config.nli != "off" and any(examples.has_stories for examples in tasks)
 
@@ -148,11 +146,9 @@ class RuleRun:
 def plan_runs(
     rules: Sequence[str | AcceptanceRule], gammas: Sequence[int], judges: Judges, pair: Pair | tuple[int, ...]
 ) -> list[RuleRun]:
-    """Runs of rules such as `exact`, `topk:2`, `judged:F@mine`, or of rule objects.
-
-    A judged rule that names no judge runs once with each. `exact` comes first: the others are compared with it.
-    `null` is `exact` once more, in batches of another size. Rules have the guards that their text names and no others:
-    `margin:1,strict_start=16,strict_code=on`."""
+    """Runs of rules such as `exact`, `topk:2`, `judged:F@mine`, or of rule objects; guards (`strict_code=on`) apply
+    only where the text names them. A judged rule without a judge's name runs with each. `exact` comes first, for
+    comparison; `null` is `exact` in batches of another size."""
     variants: dict[str, tuple[AcceptanceRule, str | None]] = {}
     for rule in sorted(rules, key=lambda rule: not (rule == "exact" or isinstance(rule, Exact))):
         if not isinstance(rule, AcceptanceRule):

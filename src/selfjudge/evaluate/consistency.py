@@ -1,7 +1,5 @@
-"""Factual consistency of a summary: does its story entail each of its sentences, or contradict them?
-
-FC = mean over the sentences of P(entailed) − P(contradicted), by an NLI classifier. Without one, the target itself
-chooses between three letters: a proxy, reported as `fc_proxy`."""
+"""Factual consistency of a summary: FC = mean over its sentences of P(entailed) − P(contradicted) by its story. An NLI
+classifier measures it, or the target itself by choosing between three letters: the proxy `fc_proxy`."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,8 +22,7 @@ _QUESTION = (
     "Does the article (A) support the statement, (B) leave it open, or (C) contradict it? Answer with one letter."
 )
 
-Entails = Callable[[Sequence[tuple[str, str]]], list[float]]
-"""(story, sentence) pairs → P(entailed) − P(contradicted) of each."""
+Entails = Callable[[Sequence[tuple[str, str]]], list[float]]  # (story, sentence) pairs → P(entailed) − P(contradicted)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -43,9 +40,7 @@ def measure_consistency(entails: Entails, stories: Sequence[str], texts: Sequenc
 
 
 def load_entailment(pair: Pair, nli: str, warn: Callable[[str], None]) -> tuple[Entails | None, str]:
-    """What measures factual consistency, and its name: an NLI model, `proxy` (the target itself) or `off`.
-
-    `auto` is the default NLI model, or the proxy if that cannot be loaded."""
+    """What measures FC, and its name: an NLI model, `proxy` (the target; `auto` falls back to it) or `off`."""
     if nli == "off":
         return None, "off"
     if nli == "proxy":

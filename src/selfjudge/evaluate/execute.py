@@ -35,8 +35,7 @@ NOT_COMPARED: Mapping[str, Any] = {
 PART_ONLY = ("token_ids", "origins", "judged_tokens")  # keys that rows lose when the parts are joined
 TRACED = 32  # answers of a run that are decoded once more to be traced, where parts are not
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
-Answers = tuple[list[Generation], dict[str, float]]
-"""The answers to prompts, in their order, and the seconds by phase with their `total`."""
+Answers = tuple[list[Generation], dict[str, float]]  # in the order of prompts; seconds by phase, and their `total`
 
 
 class Answerer(ABC):
@@ -137,9 +136,7 @@ class Execution:
         return True
 
     def answer_rows(self) -> Iterator[float]:
-        """Answer and score all prompts, a part at a time, then write samples, examples and, last, the summary.
-
-        Yields the share that is done before each part."""
+        """Answer and score in parts, yielding the share done before each; then write rows and, last, the summary."""
         parts = self.parts()
         for number, (name, rows) in enumerate(parts.items()):
             yield number / len(parts)
@@ -166,7 +163,6 @@ class Execution:
         return prompts, self.run.rule, self.run.gamma, self.max_new_tokens, seeds
 
     def _score(self, rows: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
-        """A sample for every example."""
         texts = [answer.text for answer in answers]
         scored = self.examples.score(rows, texts)
         if self.entails is not None and self.examples.has_stories:
@@ -202,9 +198,8 @@ class Execution:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
 
     def _times(self, parts: Sequence[str], tokens: Sequence[int]) -> dict[str, Any]:
-        """Seconds by phase, tokens/s, and why they are not reliable, if so.
-
-        In the first part engines capture graphs and pack weights: if there are others, it does not count."""
+        """Seconds by phase, tokens/s, and why they are unreliable, if so. The first of several parts does not count,
+        because engines capture graphs and pack weights in it."""
         if not self.config.times:
             return {"tokens_per_second": None, "busy": "", "seconds": {}}
         first = 1 if len(parts) > 1 else 0
@@ -227,8 +222,7 @@ class Execution:
 
 
 def trace_again(answerer: Answerer, answers: Sequence[Generation], *asked: Any) -> Sequence[Generation]:
-    """Answers to what was asked, decoded once more and traced where that takes graphs of its own, else as they are; so
-    are those that rounding makes others."""
+    """The answers, decoded again with a trace where that takes graphs of its own; those that rounding changes stay."""
     if not (answers and answerer.captures):
         return answers
     answerer.trace = True
@@ -273,9 +267,7 @@ def choose_measure(scores: Mapping[str, float]) -> str | None:
 
 
 def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row]) -> dict[str, Any]:
-    """A summary but for the names, settings and times that the caller adds.
-
-    Scores are means over the `n_scored` examples that have one: rows of a user's file may lack an answer."""
+    """A summary without names, settings and times. Scores are means over the `n_scored` examples that have one."""
     return {
         "pair": pair.name,
         "rule": run.name,

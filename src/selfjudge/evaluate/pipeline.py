@@ -1,18 +1,14 @@
 """Evaluation: tasks × rules × γ → what is gained and what is paid, example by example, against `exact`.
 
-<out>/settings.json                     what all runs in the folder share
-<out>/run.json                          who made it
+<out>/settings.json, run.json           what all runs in the folder share; who made it
 <out>/<task>/task.json                  which examples
 <out>/<task>/<rule>-g<γ>/
-    samples.jsonl.gz                    one row an example
-    examples.jsonl                      a few answers token by token, for the report's viewer
+    samples.jsonl.gz, examples.jsonl    one row an example; a few answers by token, for the report's viewer
     summary.json                        written last: its existence means done
     work/part-00000.jsonl               `batch` answers each; they go once the summary is there
 
-`reproduce` makes the paper's tables and figures for a pair: label by three methods, train, evaluate every rule, report.
-Stages that are finished are not run again.
-
-<out>/labels/<method>   judges/<name>   eval/   report.html"""
+`reproduce` makes the paper's tables and figures for a pair, in labels/<method>, judges/<name>, eval/ and report.html.
+Finished stages are not run again."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,10 +58,8 @@ def evaluate_rules(
     notify: Notify = ignore,
     warn: Warn = ignore,
 ) -> list[dict[str, Any]]:
-    """Run what is not yet done in the folder `out`; the summaries of all runs of `config`, in order.
-
-    `judges` by name; if None, the one that ships for the pair. The models run in this process, unless an `answerer` is
-    handed in."""
+    """Run what is not yet done in the folder `out`; returns the summaries of all runs of `config`, in order. `judges`
+    are given by name; None means the pair's own. Models run in this process unless an `answerer` is given."""
     config.check()
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
     answerer = answerer or TorchAnswerer(pair)
@@ -97,9 +91,8 @@ def evaluate_rules(
 
 
 def _answer_by_turns(executions: Sequence[Execution]) -> Iterator[tuple[str, float]]:
-    """Answer what is not done: a part of every run in turn, so that a machine that slows down slows down all of them.
-
-    Yields the run of each part and the share that is done. Runs that take another start of the engine come later."""
+    """Answer a part of every run in turn, so that a slower machine slows down all; yields each part's run and share
+    done. Runs that take another start of the engine come later."""
     shares = {execution: 0.0 for execution in executions if not execution.done}
     judge = next((execution.run.judge for execution in shares if execution.run.judge), None)
     groups: dict[Any, dict[Execution, Iterator[float]]] = {}

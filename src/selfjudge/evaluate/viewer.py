@@ -11,8 +11,7 @@ KEPT_SUBSTITUTIONS = 50
 
 
 def count_substitutions(answers: Sequence[Generation]) -> list[tuple[str, str, int]]:
-    """(the target's choice, what was accepted instead, how often) in answers that were traced, the most frequent
-    first."""
+    """(the target's choice, what was accepted, how often) in traced answers, the most frequent first."""
     pairs = Counter((token.target_text, token.text) for answer in answers for token in answer.judged_tokens)
     return [(choice, taken, n) for (choice, taken), n in pairs.most_common(KEPT_SUBSTITUTIONS)]
 
@@ -23,8 +22,7 @@ def make_example_row(pair: Pair, prompt: Prompt, answer: Generation) -> Row:
 
 
 def make_token_rows(pair: Pair, answer: Generation) -> list[Row]:
-    """Each token's text, origin and cycle. Of judged tokens that were traced also the target's choice, the
-    probabilities of both and the judge's score."""
+    """Each token's text, origin and cycle; traced judged tokens add the choice, both probabilities and the score."""
     traced = {token.index: token for token in answer.judged_tokens}
     rows: list[Row] = []
     cycle = 0

@@ -43,8 +43,7 @@ class Substitution:
     """A token put at one place of a response."""
 
     original: Original
-    response: tuple[int, ...]
-    """Tokens of the response that is changed: the original one, or one that a search has reached."""
+    response: tuple[int, ...]  # the response that is changed: the original one, or one that a search has reached
     place: int
     token: int
 
@@ -120,8 +119,7 @@ class MeaningCheck(OutcomeCheck):
 
 
 def find_originals(pair: Pair, config: LabelConfig, responses: Sequence[Row], data: Path | None) -> list[Original]:
-    """The finished responses with something to keep, source by source. Where there is no right answer, the whole reply
-    is what is compared."""
+    """The finished responses with something to keep, by source; without a right answer, whole replies are compared."""
     open_check = MeaningCheck(pair, config.batch_size)
     originals: list[Original] = []
     for name in sorted({row["source"] for row in responses}):

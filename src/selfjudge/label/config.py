@@ -100,10 +100,8 @@ def require_tau(target: str, draft_sha256: str | None, suffix_length: int) -> di
 
 
 def find_shipped_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any] | None:
-    """The τ that ships with an embedded pair, for its own draft and suffix length.
-
-    A hash of None belongs to a draft that is not loaded yet: it is taken for the pair's own, which has no τ if it is a
-    head."""
+    """The τ that ships for this draft and suffix length. A hash of None (a draft not yet loaded) stands for the pair's
+    own draft, which has no τ if it is a head."""
     embedded = EMBEDDED.get(target)
     if draft_sha256 is None and embedded is not None and embedded.head is not None:
         return None

@@ -5,8 +5,7 @@ hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, ent
                             highest [, hidden_before]
 work/labels-00000.json      the seal: checksums, what the shard was made from, and counts
 responses.jsonl             all responses
-manifest.json               written last: its existence means done
-"""
+manifest.json               written last: its existence means done"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,18 +1,13 @@
-"""The methods of labelling: by likelihood, by preserved answers, by consequences. Each labels places where the draft,
-reading the target's response, predicts another token.
+"""Three methods of labelling. Each labels places where the draft, reading the target's response, differs from it.
 
-Preservation (AutoJudge, and AutoJudge+ for prompts without a right answer) goes through a response from left to right:
-put the draft's token at the first mismatch, let the target finish, compare answers. If the answer is kept, the token
-did not matter and the new response becomes the current one. Otherwise the token is critical and the response stays.
-The searches of many prompts advance together, one continuation each in a batch.
-
-Likelihoods need τ, the score below which a token is rejected. On prompts with a checkable answer the same search finds
-critical tokens, and τ is the score under which the share `reject_recall` of them lies. It belongs to one suffix length.
-The evidence keeps every position's log-probability, so that τ can be computed again for another.
-
-Consequences are those of one substitution: each is the only one in the target's own response. Places are drawn evenly
-over responses and, within each, over margins. At a tenth of them the target's own token is put in again: what such a
-control loses is the noise of the method."""
+Preservation (AutoJudge, and AutoJudge+ for prompts without a right answer) searches a response from left to right. It
+puts the draft's token at the first mismatch, lets the target finish, and compares answers. If the answer is kept, the
+new response becomes the current one. Otherwise the token is critical. Searches of many prompts share a batch.
+Likelihood rejects tokens that score below τ. The same search finds critical tokens on prompts with a checkable answer;
+τ is the score under which the share `reject_recall` of them lies. It belongs to one suffix length. The evidence keeps
+the log-probability of every position, so that τ can be computed for another.
+Consequences are those of one substitution in the target's own response. Places are drawn evenly over responses and,
+within each, over margins. A tenth of them are controls with the target's own token: what those lose is noise."""
 
 import hashlib
 from bisect import bisect
@@ -78,9 +73,7 @@ def _predict(pair: Pair, sequences: Sequences) -> Iterator[tuple[list[int], Tens
 def select_places(
     response: Sequence[int], drafts: Sequence[int], special: frozenset[int], *, suffix_length: int, cut: bool
 ) -> list[int]:
-    """Places that can be labelled: tokens differ, none is special, and not the last one.
-
-    In a response that the length limit `cut`, places with fewer than `suffix_length` tokens after them are left out."""
+    """Places to label: tokens differ, neither is special, and at least one token follows (`suffix_length` if `cut`)."""
     end = len(response) - 1
     if cut:
         end = min(end, len(response) - suffix_length)
@@ -123,10 +116,8 @@ def make_labels(
     verdicts: Sequence[Row],
     counts: dict[str, int],
 ) -> Labels:
-    """Rows and row-aligned arrays of the places whose scores are finite; the others are counted.
-
-    Each case comes with the row of the target's original response and with its scores. `verdicts` have the label of
-    each place of each case and whatever else the method stores."""
+    """Rows and row-aligned arrays of the places with finite scores; the others count as `not_finite`. Each case comes
+    with the row of the original response. `verdicts` have the label of each place and what else the method stores."""
     scores = Scores.join([each for _, _, each in cases], config.suffix_length, pair.hidden_size)
     places = [(row, case, *place) for row, case, _ in cases for place in zip(case.places, case.drafts, strict=True)]
     finite = np.isfinite(scores.prefix + scores.suffix)
@@ -158,8 +149,6 @@ def make_labels(
 
 @dataclass(frozen=True)
 class Event:
-    """A substitution that was tried."""
-
     substitution: Substitution
     kept: bool  # whether the answer was preserved: then the token is unimportant
     tokens: int  # number of tokens that the target read and wrote to find out
@@ -167,13 +156,10 @@ class Event:
 
 @dataclass
 class Search:
-    """The state of one response's search."""
-
     original: Original
     response: tuple[int, ...]
     place: int = 0
-    drafts: list[int] = field(default_factory=list)
-    """The draft's tokens along the current response; empty when it changed."""
+    drafts: list[int] = field(default_factory=list)  # the draft's along the response; empty when it changed
     events: list[Event] = field(default_factory=list)
     done: bool = False
 
@@ -229,9 +215,8 @@ def score_events(scorer: Scorer, events: Sequence[Event]) -> list[tuple[Row, Cas
 def label_by_preservation(
     pair: Pair, config: LabelConfig, originals: Sequence[Original], scorer: Scorer, notify: Tell
 ) -> Labels:
-    """A token is acceptable if the answer is preserved; on open prompts (autojudge+) the target compares the meanings.
-
-    A position counts in the response that the search had reached."""
+    """A token is acceptable if the answer is preserved; on open prompts (autojudge+) the target compares meanings. A
+    position counts in the response that the search had reached."""
     events = search_critical_tokens(pair, config, originals, most=config.substitutions, notify=notify)
     verdicts: list[Row] = [{"label": int(event.kept)} for event in events]
     counts = {"target_tokens": sum(event.tokens for event in events)}
@@ -241,10 +226,8 @@ def label_by_preservation(
 def label_by_consequences(
     pair: Pair, config: LabelConfig, originals: Sequence[Original], scorer: Scorer, notify: Tell
 ) -> Labels:
-    """A token is acceptable if the answer is kept after it.
-
-    Rows have `control` (was the answer kept after the target's own token? None where that was not tried) and `margin`
-    in nats, besides the fields of all methods."""
+    """A token is acceptable if the answer is kept after it. Rows also have `margin` in nats and `control`: whether the
+    answer was kept after the target's own token, None where that was not tried."""
     cases = draw_cases(pair, originals, config)
     scored = [(o.row, case, scores) for o, case, scores in zip(originals, cases, scorer(cases), strict=True)]
     drafts = [

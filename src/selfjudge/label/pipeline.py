@@ -1,7 +1,5 @@
-"""Labels without annotation: prompts → the target's responses → mismatches and scores → labels by τ.
-
-Every stage works in numbered parts that are written whole and sealed with checksums (`store.RunFolder`). A run that was
-killed goes on where it was and ends in the same bytes."""
+"""Labels without annotation: prompts → the target's responses → mismatches and scores → labels by τ. Every stage seals
+numbered parts (`store.RunFolder`): a killed run resumes and ends in the same bytes."""
 
 import hashlib
 import sys
@@ -45,8 +43,6 @@ T = TypeVar("T")
 
 @dataclass
 class _LabelRun:
-    """What all stages need."""
-
     pair: Pair
     config: LabelConfig
     folder: RunFolder
@@ -78,9 +74,7 @@ def label_pair(
     notify: Notify = ignore,
     warn: Warn = ignore,
 ) -> dict[str, Any]:
-    """Label into the folder `out`; returns its manifest.
-
-    With `resume`, a run begun in `out` goes on."""
+    """Label into the folder `out`; returns its manifest. With `resume`, a run begun in `out` goes on."""
     config = config or LabelConfig()
     config.check()
     if pair.draft is None and pair.draft_id:
@@ -274,8 +268,8 @@ def _make_shards(run: _LabelRun, files: Sequence[Path], total: int, tau: float |
 
 
 def _shard_size(run: _LabelRun) -> int:
-    """Responses of a shard. Likelihoods: a constant; searches, which advance together: a batch; consequences: as many
-    as have enough continuations; all where a remote engine takes turns at answering and scoring."""
+    """Responses of a shard: a constant, for searches a batch, for consequences as many as have enough continuations. A
+    remote engine that takes turns at answering and scoring has one shard."""
     config = run.config
     if config.method == "selfjudge":
         return SHARD

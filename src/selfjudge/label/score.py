@@ -1,11 +1,10 @@
-"""Scores: what the target's own likelihoods say about a draft token put in the place of its own token.
+"""The target's own likelihoods of a draft token put in the place of the target's token.
 
     s(y, z_i) = log P(z_i | y_<i) − log P(y_i | y_<i)  +  log P(y_{i+1..i+N} | y_<i, z_i) − log P(y_{i+1..i+N} | y_≤i)
 
-One pass over prompt and response gives all that belongs to the response itself and fills a cache. Every substitution is
-a branch off that cache: the draft token and the N − 1 tokens of the response after it. Branches are packed side by side
-into rows, rows into passes. A mask lets each branch see the response up to its own place and itself, nothing else.
-"""
+One pass over prompt and response scores the response itself and fills a cache. Each substitution is a branch off it:
+the draft token and the N − 1 tokens of the response after it. Branches are packed side by side into rows. A mask shows
+each branch only itself and the response up to its own place."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Scores:
     rank: NDArray[np.int32]  # [K] number of tokens that the target finds more likely than the draft's
     original: Floats  # [K, N] log-probabilities of the tokens that follow in the response; nan past its end
     substituted: Floats  # [K, N] log-probabilities of the same tokens after the draft's token
-    highest: Floats
-    """[K, N] log-probabilities of the most likely token at each of these places, after the draft's token."""
+    highest: Floats  # [K, N] log-probabilities of the most likely tokens there, after the draft's token
     hidden_before: Floats  # [K, H] states at the token before, which predicts both tokens
     hidden_target: Floats  # [K, H] states at the response's own token
     hidden_draft: Floats  # [K, H] states at the draft's token in its place
@@ -84,10 +82,9 @@ def sum_suffix(original: NDArray[Any], substituted: NDArray[Any]) -> Floats:
 def sum_scores(
     arrays: Mapping[str, NDArray[Any]], suffix_length: int, *, gap: int = 0, score: str = "likelihood"
 ) -> Floats:
-    """[K] the score of stored `arrays`, over at most `suffix_length` tokens of the suffix without the first `gap`.
-
-    `likelihood` is the sum of the prefix term and the suffix term. `confidence` takes the most likely tokens after the
-    substitution instead of the original ones, and the mean instead of the sum."""
+    """[K] the score over at most `suffix_length` tokens of the suffix without the first `gap`. `likelihood` is the sum
+    of the prefix and suffix terms. `confidence` takes the most likely tokens after the substitution instead of the
+    original ones, and the mean instead of the sum."""
     suffix = slice(gap, suffix_length)
     original = arrays["original"][:, suffix]
     after = arrays["highest" if score == "confidence" else "substituted"][:, suffix]
@@ -171,9 +168,7 @@ class Scorer:
         return results
 
     def _score_response(self, case: Case, states: Tensor) -> Scores:
-        """Scores of the response itself; those of the branches are filled in later.
-
-        `states` begin at the last token of the prompt: each predicts the next token."""
+        """Scores of the response, without branches; `states` begin at the prompt's last token."""
         response, places, drafts = (
             torch.tensor(list(tokens), dtype=torch.long, device=self.device)
             for tokens in (case.response, case.places, case.drafts)

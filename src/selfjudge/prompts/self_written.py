@@ -1,8 +1,5 @@
-"""Prompts that the target writes itself, sampled after the user header of its own chat template, beside given ones.
-
-Without more, it asks what it was trained for; an opening, such as "Translate to Spanish:", leads it to other kinds.
-
-No data is needed: what an instruction-tuned model believes users ask is in its weights (Magpie, Xu et al. 2024)."""
+"""Prompts that the target samples after the user header of its chat template, without data (Magpie, Xu et al. 2024). It
+asks what it was trained for; an opening, such as "Translate to Spanish:", leads it to other kinds."""
 
 import re
 from collections import Counter
@@ -46,9 +43,8 @@ class Collector:
     notify: Notify
 
     def __call__(self, sources: Sequence[Source]) -> tuple[list[tuple[PromptRecord, list[int]]], dict[str, Any]]:
-        """Prompts with their token ids, and what became of each source's prompts.
-
-        A prompt that is repeated counts once: twins would end up on both sides of a split by prompt."""
+        """Prompts with their token ids, and what became of each source's prompts. A repeated prompt counts once: twins
+        would end up on both sides of a split by prompt."""
         kept: dict[tuple[int, ...], tuple[PromptRecord, list[int]]] = {}
         report: dict[str, Any] = {}
         for source in sources:

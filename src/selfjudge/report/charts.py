@@ -60,7 +60,6 @@ class Kept:
     of_exact: float  # its value for `exact`
 
     def describe(self, row: Row) -> str:
-        """What a rule gains, and what it keeps."""
         kept = change(row["delta_score"], row["delta_ci"], row["few"])
         if self is SAME_ANSWER:
             kept = f"{points(row['agreement'])} % the same"
@@ -85,9 +84,7 @@ SECTIONS = {"trade-off": SCORE, "agreement": SAME_ANSWER}
 
 
 def make_charts(runs: Sequence[EvalRun], section: str) -> Iterable[Chart]:
-    """A chart for each task at its usual γ: a line a method, a point a threshold.
-
-    Tasks are left out where `exact` or every other method lacks the figures."""
+    """A chart for each task that has the figures, at its usual γ: a line a method, a point a threshold."""
     kept = SECTIONS[section]
     paired = [r for r in runs if _is_paired(r, kept)]
     styles = {"exact": 0}  # the same in all charts

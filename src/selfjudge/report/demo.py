@@ -28,11 +28,9 @@ COLUMNS = (
 
 
 def demo_page(result: Mapping[str, Any]) -> str:
-    """One self-contained HTML page from what `selfjudge demo --json` prints.
-
-    A row of `result["rows"]` may have `tokens` of its first answer, as `make_token_rows` makes them; without them the
-    answer is shown as plain text. All but `rows` may be missing: a demo may have been stopped. `gain` is the question
-    on the large model, and has rows of its own."""
+    """One self-contained HTML page from the output of `selfjudge demo --json`. Only `rows` is required: a demo may have
+    been stopped. A row with `tokens` (see `make_token_rows`) shows its first answer token by token, others as plain
+    text. `gain` is the question on the large model, with rows of its own."""
     rows: list[dict[str, Any]] = result["rows"]
     gain = result.get("gain") or {"rows": []}
     return render(

@@ -1,7 +1,5 @@
-"""Charts → pictures: drawn by matplotlib, as SVG for the page.
-
-In the SVG text stays text, and marks have tooltips. Colours are the page's CSS variables, so light, dark and print
-need no second drawing. Colour is never the only difference: every style has its own mark and dash."""
+"""Charts → SVG by matplotlib: text stays text, and marks have tooltips. Colours are the page's CSS variables, for
+light, dark and print. Every style has a mark and dash of its own: colour is never the only difference."""
 
 from __future__ import annotations
 

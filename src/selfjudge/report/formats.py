@@ -33,7 +33,6 @@ def show_count(n: int, noun: str) -> str:
 
 
 def points(value: float | None) -> str:
-    """A share in points."""
     return fixed(None if value is None else 100 * value, 1)
 
 
@@ -79,9 +78,7 @@ def describe_choice(token: Mapping[str, Any]) -> str:
 
 
 class Sentences:
-    """The macros of a text in assets/ of a package, each of which says one thing; blanks and line ends are one blank.
-
-    They may use the functions of this module, and `words`."""
+    """The sentences of an asset, one a macro, with blanks merged; they may use this module's functions and `words`."""
 
     def __init__(self, asset: str, package: str = "selfjudge.report", **words: Any) -> None:
         self.asset, self.package, self.words = asset, package, words
@@ -95,5 +92,4 @@ class Sentences:
         return made.from_string(read_asset(self.package, self.asset)).module
 
     def __call__(self, what: str, *about: Any) -> str:
-        """What the macro of this name says about something."""
         return re.sub("[ \n]+", " ", getattr(self._macros, what)(*about)).strip()

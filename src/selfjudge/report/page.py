@@ -1,8 +1,6 @@
-"""Result folders → one self-contained HTML page, and tables. Reads files only; needs no torch.
-
-Jinja escapes every text from a result. A content policy allows the page's script and style sheet by their hashes:
-a text that slipped through could not run or load anything. Tables and charts need no script; it adds the filter, the
-theme and the token viewer."""
+"""Result folders → one self-contained HTML page, and tables. Reads files only; needs no torch. Jinja escapes every text
+from a result. A content policy allows the page's script and style sheet by their hashes, so that an unescaped text
+could not run. Tables and charts work without the script."""
 
 import re
 from collections import defaultdict
@@ -30,9 +28,8 @@ TABLES = "tables.md"  # a folder that holds it is one of a report
 
 
 def report(folders: Sequence[Path], out: Path) -> Content:
-    """Write the page `out`, and beside it, in a folder of the same name, tables.md.
-
-    Returns the rows of the tables, the number of runs and what was left out."""
+    """Write the page `out` and, in a folder of the same name, tables.md. Returns the rows of the tables, the number of
+    runs and what was left out."""
     check_page(out)
     beside = out.with_suffix("")
     if beside.is_dir() and any(beside.iterdir()) and not (beside / TABLES).is_file():

@@ -1,7 +1,5 @@
-"""Result folders → frozen records of evaluated runs, and the order in which they are shown.
-
-Every run below a given folder counts. A damaged file is an error that names it; an unfinished run is named and left
-out. Tasks come as in the paper, rules from lossless to boldest. A task is shown at the γ that most of its runs have."""
+"""Result folders → frozen records of runs in display order: tasks as in the paper, rules from lossless to boldest. A
+damaged file is an error; an unfinished run is named and left out. A task is shown at the γ of most runs."""
 
 import re
 from collections import Counter, defaultdict
@@ -15,12 +13,10 @@ from selfjudge.store import read_json, read_rows
 from selfjudge.store.schema import AnswerExample, EvaluationSummary, conform
 
 Interval = tuple[float, float]
-VARIANT = " · "
-"""Separates a task from what distinguishes some of its runs: the number of examples, or the length limit."""
+VARIANT = " · "  # between a task and what distinguishes some of its runs: the number of examples, or the length limit
 ORIGINS = ("draft", "judge", "target")
 PROVENANCE = ("machine", "dtype", "versions", "date", "commit")
-MATCHING_WORDS = "matching words"
-"""The measure of a task without reference answers: the share of words in common with `exact`."""
+MATCHING_WORDS = "matching words"  # measure of a task without answers: share of words in common with `exact`
 
 
 ABSENT = {"pair": "–", "measure": "score", "scores": {}, "delta_scores": {}, "delta_scores_ci": {}, "substitutions": ()}
@@ -30,9 +26,8 @@ ABSENT |= dict.fromkeys(("judge", "judge_id", "busy", *PROVENANCE), "")
 
 @dataclass(frozen=True)
 class EvalRun:
-    """One task decoded by one rule at one γ: the `summary.json` of eval, and answers. Scores are shares.
-
-    Keys of the summary (`EvaluationSummary` in store/formats.json) are attributes; `PROVENANCE` is text."""
+    """One task decoded by one rule at one γ, with answers. Keys of its summary (`EvaluationSummary` in
+    store/formats.json) are attributes. Scores are shares; `PROVENANCE` is text."""
 
     folder: Path
     summary: Mapping[str, Any] = field(repr=False)
@@ -91,14 +86,12 @@ class EvalRun:
         return (self.pair, self.task, self.gamma, self.rule, self.judge_id, self.n, self.max_new_tokens or 0)
 
     def row(self) -> dict[str, Any]:
-        """The run as a row of a table."""
         row = {name: getattr(self, name) for name in EvaluationSummary.__annotations__ if name not in PROVENANCE}
         return row | {"method": self.method, "few": self.scored < FEWEST_SCORED}
 
 
 FEWEST_SCORED = 30  # from fewer scored examples no interval of a score is shown: that of a handful says nothing
-SWEPT = ("threshold", "theta", "k", "entropy")
-"""Names of options that differ along a curve, where a rule's text gives them by name."""
+SWEPT = ("threshold", "theta", "k", "entropy")  # options that differ along a curve, as a rule's text names them
 
 
 def _split_options(options: str) -> tuple[str, bool, list[str]]:
@@ -114,8 +107,6 @@ def _split_options(options: str) -> tuple[str, bool, list[str]]:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a report is made of."""
-
     runs: tuple[EvalRun, ...]
     skipped: tuple[tuple[str, str], ...]  # (folder, reason) of everything that was found and left out
 
@@ -218,9 +209,8 @@ def _add_run(file: Path, runs: dict[tuple[Any, ...], EvalRun], skipped: dict[str
 
 
 def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
-    """Several judges of a pair with one name get the first digits of their ids.
-
-    Runs with fewer examples, or a shorter limit, than others of a task do not compare: they get a task of their own."""
+    """Several judges of a pair with one name get the first digits of their ids. Runs with fewer examples, or a shorter
+    limit, than others of a task do not compare: they get a task of their own."""
     judges: dict[tuple[str, str], set[str]] = defaultdict(set)
     sizes: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
     for run in runs:

@@ -1,6 +1,4 @@
-"""Tables: plain rows, and columns that say how they are shown, the same for the page and for Markdown.
-
-Then every table of the report, from records; each is empty where there is no data for it."""
+"""Tables of the report: plain rows, and columns with their formats for page and Markdown; empty without data."""
 
 import math
 import re
@@ -23,9 +21,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """`form` shows the row's `value`: a key, or a function of the row.
-
-    `below` is shown smaller under it, as plain text after `joint`: the key of an interval, or a function of the row."""
+    """`form` shows the row's `value`: a key, or a function of the row. `below` is smaller under it, as text after
+    `joint`: the key of an interval, or a function of the row."""
 
     head: str
     value: str | Callable[[Row], Any]
@@ -55,7 +52,6 @@ def score_column(head: str, value: str, form: Callable[[Any], str], interval: st
 
 
 def word_column(head: str, value: str | Callable[[Row], Any], **more: Any) -> Column:
-    """A column of words, not of numbers."""
     return Column(head, value, numeric=False, **more)
 
 

@@ -1,7 +1,5 @@
-"""The verdict: the result in three sentences and one chart.
-
-It covers the paper's tasks, as far as they were run, else the first task. Every figure is paired with `exact`: the same
-prompts, the same γ."""
+"""The verdict: the result in three sentences and one chart, on the paper's tasks that were run, else the first task.
+Every figure is paired with `exact`: the same prompts, the same γ."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -52,9 +52,7 @@ def sha256(path: Path) -> str:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """sha256 over size, first and last MiB of each file: tells checkpoints apart without reading all of them.
-
-    Empty where there is no file."""
+    """sha256 of size, first and last MiB of each file, which tells checkpoints apart quickly; empty without files."""
     digest, paths = hashlib.sha256(), sorted(files)
     for path in paths:
         size = path.stat().st_size
@@ -96,10 +94,8 @@ def read_json(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value. Anything that the standard does not allow is a ValueError.
-
-    So are keys that an object has twice, numbers too large to compute with, unpaired surrogates, and values nested
-    deeper than any file of ours."""
+    """A JSON value. What the standard does not allow is a ValueError; so are keys that an object has twice, numbers too
+    large to compute with, unpaired surrogates, and values nested deeper than MAX_DEPTH."""
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -188,9 +184,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]], align: str = "") -> str:
-    """A GitHub table, without a final line end. Cells must be escaped already.
-
-    `align` has a letter for each column: `l` for text, `r` for numbers. By default the first column alone is text."""
+    """A GitHub table of escaped cells, without a final line end. `align` has a letter for each column: `l` for text,
+    `r` for numbers. By default only the first column is text."""
     align = align or "l" + "r" * (len(head) - 1)
     ruler = ["---:" if side == "r" else "---" for side in align]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, ruler, *rows))
@@ -313,9 +308,8 @@ def read_tensors(path: Path, names: Iterable[str] | None = None) -> tuple[dict[s
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: str | None = None, refuse: str | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The kernel frees it when the process ends, kill -9 included: no stale locks.
-
-    Where another process holds it, this one waits and says `waiting`, or gives up with the error `refuse`."""
+    """Hold an exclusive lock on `path`. The kernel frees it when the process ends, even by kill -9. Where another
+    process holds it, wait and say `waiting`, or fail with the error `refuse`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:

@@ -24,8 +24,7 @@ SPREAD = 0.35  # times of the same work that differ by a larger share of their m
 OTHERS = 0.12  # share of the processors that other programs may use beside work that takes all the rest
 FULL = 0.85  # share of the processors in use from which programs wait for each other
 SHORTEST = 0.5  # seconds below which neither the system's counts nor differing times say anything
-Usage = tuple[float, float, float]
-"""Seconds: of the clock, of work on our processors, and of this process and its children."""
+Usage = tuple[float, float, float]  # seconds: clock, work on our processors, this process and its children
 
 
 def versions(*more: str) -> dict[str, str]:
@@ -78,9 +77,7 @@ def _output(*command: str) -> str:
 
 
 def keep_settings(file: Path, now: Mapping[str, Any], *, free: Collection[str] = ()) -> dict[str, Any]:
-    """Write the settings that a folder is begun with, or refuse settings that differ from `file`; those of `file`.
-
-    `free` settings may differ; the error names the others that do."""
+    """Write or return a folder's first settings; other settings, except `free` ones, are an error that names them."""
     now = json.loads(json.dumps(now))  # as JSON has them: lists for tuples
     if not file.is_file():
         write_json(file, now)
@@ -128,9 +125,8 @@ class RunFolder:
         return (self.path / "settings.json").is_file()
 
     def claim(self, *, resume: bool = True, own: Collection[str] = ()) -> None:
-        """Refuse a folder that somebody else's files are in, and, without `resume`, one that a run was begun in.
-
-        Writes nothing. `own` names files that may stand in a folder where no run was begun."""
+        """Refuse a folder that somebody else's files are in and, without `resume`, one that a run was begun in. Writes
+        nothing. `own` names files that may be in a folder where no run was begun."""
         if not self.begun:
             refuse_foreign(self.path, own)
         elif not resume:
@@ -138,9 +134,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def working(self, settings: Mapping[str, Any], *, free: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-        """Hold the folder's lock; the settings that the run was begun with (see `keep_settings`).
-
-        A second process is refused. A file that cannot be written is a one-line error; what is sealed stays."""
+        """Hold the folder's lock; returns its first settings (`keep_settings`). A second process is refused. A file
+        that cannot be written is a one-line error; what is sealed stays."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with locked(self.path / ".lock", refuse=f"another process works on {self.path}"):
@@ -202,9 +197,8 @@ class LoadWatch:
 
 
 def describe_load(usages: Iterable[Usage], turns: Iterable[Sequence[float]] = ()) -> str:
-    """Why times measured during these usages are not reliable, in one sentence; empty where they are.
-
-    `turns` are seconds of repeated work: each sequence those of the same work."""
+    """Why times measured during these usages are unreliable, in one sentence; empty where they are reliable. Each
+    sequence of `turns` has the seconds of the same work, repeated."""
     wall, busy, own = (sum(column) for column in zip((0.0, 0.0, 0.0), *usages, strict=True))
     seconds, cores = max(wall, SHORTEST), _count_cores()
     used, others = busy / seconds, max(0.0, busy - own) / seconds

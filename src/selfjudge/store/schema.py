@@ -1,11 +1,9 @@
 """Schemas of JSON values, declared as types and checked in one place: files may come from anywhere.
 
-A schema is a TypedDict or a dataclass; keys that it does not declare are let through. Its fields are `Any`, `None`,
-`bool`, `int`, `float` (finite), `str`, `Literal`, lists, tuples, dictionaries, unions and other schemas, narrowed
-with `Annotated[…, Range | Pattern]`; `Annotated[str, Literal[…]]` is a choice whose type is `str` elsewhere.
-
-`formats.json` declares those of the files that runs write: for each key its type and, where it is documented, what it
-means; `?` marks a key that may be absent. Whoever writes a file adds its keys there."""
+A schema is a TypedDict or a dataclass; keys that it does not declare are let through. Fields are `Any`, `None`,
+`bool`, `int`, `float` (finite), `str`, `Literal`, lists, tuples, dictionaries, unions and other schemas, narrowed with
+`Annotated[…, Range | Pattern]`; `Annotated[str, Literal[…]]` is a choice whose type is `str` elsewhere.
+`formats.json` declares those of files that runs write, by key: type and meaning. `?` marks keys that may be absent."""
 
 import json
 import re
@@ -111,7 +109,6 @@ def _plan(kind: Any) -> Plan:
 
 
 def _check(value: Any, plan: Plan) -> None:
-    """Refuse a value of another kind."""
     origin, inside = plan
     if origin is Any:
         return

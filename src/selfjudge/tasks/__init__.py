@@ -1,6 +1,4 @@
-"""Benchmarks: examples, prompts, and how answers are found, compared and scored.
-
-A task has a name: a benchmark, one of its splits (`livecodebench/all`), or a user's file (`file:PATH`)."""
+"""Tasks by name: a benchmark, one of its splits (`livecodebench/all`), or a user's file (`file:PATH`)."""
 
 from pathlib import Path
 

@@ -1,8 +1,6 @@
-"""Base class of all tasks: examples by split, and how an answer is found, compared and scored.
-
-Rows come from the files that each benchmark's authors published (see `docs/tasks.md`), in the folder `data` or
-`SELFJUDGE_DATA`. Without a folder, and with `datasets` installed, they come from the hub. No row of a training split
-occurs in the test split."""
+"""Base class of all tasks: examples by split, and how an answer is found, compared and scored. Rows come from the
+authors' files (`docs/tasks.md`) in `data` or `SELFJUDGE_DATA`, else from the hub by `datasets`. No row of a training
+split occurs in the test split."""
 
 import os
 import re
@@ -22,22 +20,18 @@ FILE = "file:"  # prefix of a task that is a user's own file
 
 
 class Task:
-    """Base of all tasks. A benchmark declares `prompt`, and `gold`, `extract` and `same` or `score`.
-
-    Its other attributes are in `benchmarks.json`."""
+    """A benchmark declares `prompt`, and `gold`, `extract` and `same` or `score`; `benchmarks.json` has the rest."""
 
     name: str
     summary: str
     licence: str
     splits: tuple[str, ...]
     file = "{split}.jsonl"  # name of the data file
-    row_id = "{split}-{index}"
-    """What follows the task's name in the id of a row that has none; columns of the row may be named."""
+    row_id = "{split}-{index}"  # ends the id of a row without one; columns of the row may be named
     new_tokens: int = 512  # maximum new tokens of an answer
     checkable: bool = False  # whether answers can be found in a text and compared: `extract`, `same`
     hub: ClassVar[tuple[str, str | None] | None] = None  # dataset and configuration on the hub
-    schema: ClassVar[Any] = dict[str, Any]
-    """Schema of a row of the data file, made from the `columns` of the class declaration."""
+    schema: ClassVar[Any] = dict[str, Any]  # of a row of the data file, made from `columns` of the class declaration
     requires: ClassVar[tuple[str, ...]] = ()  # packages that scoring needs; summaries record their versions
 
     def __init_subclass__(cls, name: str = "", columns: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -58,9 +52,7 @@ class Task:
                 raise SelfJudgeError(f"{self.name} needs {package}: pip install {package}")
 
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
-        """The first `limit` rows of a split, of a part of it (`train[4792:]`) or of several (`test+train[4792:]`).
-
-        Every row has an `id`."""
+        """The first `limit` rows of a split, a part (`train[4792:]`) or several (`test+train[:9]`), with `id`s."""
         rows: list[Row] = []
         for text in split.split("+"):
             name, part = parse_split(text)

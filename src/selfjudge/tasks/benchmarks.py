@@ -129,7 +129,6 @@ def _load_rouge() -> Any:
 
 
 def ask_for_summary(text: str) -> str:
-    """The prompt that asks for a summary of a text."""
     return f"Summarize the following article in a few sentences.\n\n{text}"
 
 
@@ -198,11 +197,9 @@ class Arithmetic(Gsm8k, name="arithmetic"):
 
 
 class File(Task):
-    """A user's own prompts: jsonl with `prompt` or `messages`, and `answer` or `check` where an answer can be scored.
-
-    A `check` is Python that must run through, in the sandbox, with the text as `answer`: `assert "42" in answer`. Rows
-    with neither are decoded like the others and not scored. Rows with a `split` keep it; the others are split by the
-    hash of their prompt's words."""
+    """A user's own prompts: jsonl with `prompt` or `messages`, and `answer` or `check` where an answer can be scored. A
+    `check` is Python that must run through, in the sandbox, with the text as `answer`: `assert "42" in answer`. Rows
+    without a `split` are split by the hash of their prompt's words."""
 
     summary = "your own prompts, with answers or without"
     licence = "given by the user"
@@ -337,10 +334,8 @@ class Mbpp(CodeTask, name="mbpp", columns={"task_id": int, "text": str, "test_li
 class LiveCodeBench(
     CodeTask, name="livecodebench", columns={"question_id": str, "question_content": str, "starter_code": str}
 ):
-    """Programming contests (Jain et al. 2025). 679 of 880 problems, public tests only.
-
-    Passing the public tests is easier than the benchmark's own measure: figures are not comparable with published ones.
-    """
+    """Programming contests (Jain et al. 2025). 679 of 880 problems, public tests only: figures are not comparable with
+    published ones, because these tests are easier to pass."""
 
     ask: str
     stdin: str
@@ -375,7 +370,6 @@ class LiveCodeBench(
         }
 
     def prompt(self, row: Row) -> str:
-        """As LiveCodeBench asks."""
         how = self.call.format(row["starter_code"]) if row["starter_code"] else self.stdin
         return f"{self.ask}\n\nQuestion: {row['question']}\n\n{how}"
 

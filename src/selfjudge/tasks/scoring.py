@@ -18,9 +18,7 @@ def find_numbers(text: str) -> list[str]:
 
 
 def find_final_number(text: str) -> str | None:
-    """The number after the last "final answer is", else the last number of the text.
-
-    Of an equation (`3 + 4 = 7`) its right side counts."""
+    """The number after the last "final answer is", else the last one; of an equation (`3 + 4 = 7`) the right side."""
     if (rest := _after_last(r"(?:final )?answer is", text)) is not None:
         line = next(iter(rest.strip().splitlines()), "")
         for part in (line.rpartition("=")[2], line):
@@ -62,9 +60,8 @@ def find_boxed(text: str) -> str | None:
 
 
 def find_code(text: str, needs: str = "") -> str | None:
-    """The last fenced block that names Python, or else any; if one has the words `needs`, the last of those.
-
-    A block that the length limit cut is taken as far as it goes. None if there is none with anything in it."""
+    """The last fenced block that names Python, else any, with the words `needs` if one has them; None if all are empty.
+    A block that the length limit cut is taken as far as it goes."""
     blocks = re.findall(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
     filled = [(name.lower(), str(body)) for name, body in blocks if body.strip()]
     found = [body for name, body in filled if name in ("python", "python3", "py")] or [body for _, body in filled]

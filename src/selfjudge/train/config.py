@@ -17,8 +17,7 @@ RELEASED: Mapping[str, Any] = {
 }
 RELEASED_ACCEPTABLE = 0.209  # the share of the mismatches that the released labels call acceptable
 
-LEFT_BY_A_KILL = ("README.md", "roc.png", "run.json", "prompts.json", "model.safetensors")
-"""Files that a killed run may have left in a folder; config.json is written last."""
+LEFT_BY_A_KILL = ("README.md", "roc.png", "run.json", "prompts.json", "model.safetensors")  # config.json comes last
 
 
 @dataclass(frozen=True)

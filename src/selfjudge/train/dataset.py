@@ -1,6 +1,5 @@
-"""Labelled rows for training: small columns in memory, hidden states read shard by shard, or kept where they fit.
-
-Three parts, split by prompt: a prompt, in whatever folder and however often it is labelled, belongs to one of them."""
+"""Labelled rows for training: small columns in memory; hidden states are read by shard, and kept where they fit. The
+three parts are split by prompt, whatever folders a prompt is in."""
 
 import hashlib
 from collections import defaultdict
@@ -53,10 +52,8 @@ class _Shard:
 
 @dataclass(eq=False)
 class LabelledRows:
-    """Rows of one or several label folders; labels are the stored ones until `relabel`.
-
-    Some draft tokens are the target's most likely one after all (in bfloat16, ties between two passes). Alignment
-    accepts those, so their rows belong to no part."""
+    """Rows of one or several label folders; labels are the stored ones until `relabel`. Rows whose draft token is the
+    target's most likely one belong to no part: in bfloat16 two passes may tie, and alignment accepts them."""
 
     folders: list[Path]
     manifests: list[dict[str, Any]]
@@ -120,10 +117,8 @@ class LabelledRows:
         )
 
     def relabel(self, config: TrainConfig) -> Self:
-        """The same rows with labels from the stored scores: of `suffix_length` tokens without the first `suffix_gap`,
-        above `tau` or the τ that calls the share `acceptable` of the mismatches acceptable.
-
-        Labels by other methods stay as they are, where there are some by likelihood."""
+        """The same rows with labels from the stored scores of `suffix_length` tokens without the first `suffix_gap`,
+        above `tau` or the τ that accepts the share `acceptable`. Labels by other methods stay."""
         tau, gap, score = config.tau, config.suffix_gap, config.score
         scored = [i for i, manifest in enumerate(self.manifests) if manifest["method"] == "selfjudge"]
         if not scored:
@@ -205,9 +200,7 @@ class LabelledRows:
     def chunks(
         self, chosen: NDArray[np.bool_], features: str, *, originals: bool = False, device: torch.device | None = None
     ) -> Iterator[Chunk]:
-        """The chosen rows, a bounded chunk at a time.
-
-        With `originals` also the target's own tokens at the same places, which are acceptable."""
+        """The chosen rows in bounded chunks; `originals` adds the target's own tokens there, as acceptable rows."""
         most = max(1, CHUNK_BYTES // (4 * feature_width(features, self.hidden_size)))
         waiting: list[Chunk] = []
         for number, shard in enumerate(self.shards):

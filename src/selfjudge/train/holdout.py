@@ -1,7 +1,5 @@
-"""What the holdout's mismatches say of a judge: thresholds, and its card with a figure.
-
-A draft is accepted when its score is greater than θ. A row is acceptable where its label is 1. The other rows are bad
-substitutions."""
+"""How a judge does on the holdout's mismatches: thresholds, and its card with a figure. A draft is accepted when its
+score is greater than θ. Rows with label 1 are acceptable; the others are bad substitutions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,9 +35,7 @@ def count_above(scores: NDArray[Any], labels: NDArray[Any]) -> CountsAbove:
 
 
 def roc_auc(scores: NDArray[Any], labels: NDArray[Any]) -> float:
-    """Area under the ROC curve: how often an acceptable row scores above a bad one, ties by half.
-
-    nan where the rows are of one kind."""
+    """Area under the ROC curve: P(an acceptable row scores above a bad one), ties by half; nan with one kind."""
     acceptable, bad = scores[labels > 0.5], np.sort(scores[labels <= 0.5])
     if not len(acceptable) or not len(bad):
         return float("nan")
@@ -50,11 +46,10 @@ def roc_auc(scores: NDArray[Any], labels: NDArray[Any]) -> float:
 def find_thresholds(
     scores: NDArray[Any], labels: NDArray[Any], *, reject: float = 0.9, f: str = "f1"
 ) -> dict[str, float]:
-    """`F`: the best F1. It has two readings (positive is acceptable, or bad), both are stored and F is the stricter.
-
-    `R`: the most permissive θ that rejects at least the share `reject` of the bad rows, but not below `F`.
-    `Youden`: where the shares of acceptable and of bad rows that are accepted are furthest apart. With `f` "youden",
-    as in the released code, F is that one, and R may lie below it."""
+    """`F`: θ of the best F1, the stricter of two (positive is acceptable, or bad); both are stored. `R`: the most
+    permissive θ that rejects at least the share `reject` of the bad rows, but not below `F`. `Youden`: θ with the
+    largest gap between accepted shares of acceptable and of bad rows. With `f` "youden", as in the released code, F is
+    that one, and R may lie below it."""
     above = count_above(scores, labels)
     n_acceptable, n_bad = int((labels > 0.5).sum()), int((labels <= 0.5).sum())
     f_accept = 2 * above.acceptable / np.maximum(1, above.acceptable + above.bad + n_acceptable)
@@ -108,7 +103,6 @@ def write_card(folder: Path, judge: JudgeConfig, evidence: Evidence) -> None:
 
 
 def format_card(judge: JudgeConfig, evidence: Evidence) -> str:
-    """The card in Markdown."""
     curve = dict(judge.quality_curve)
     named = {name: judge.thresholds[name] for name in ("F", "R", "F_accept", "F_reject", "Youden")}
     named |= {f"rejects {q:.0%} of bad substitutions (`--quality {q}`)": curve[q] for q in SHOWN}

@@ -1,12 +1,8 @@
 """Training: label folders → a judge with thresholds, a card and a figure.
 
-    fit       70 % of the prompts: weights and scaler
-    select    15 %: C
-    holdout   15 %: thresholds and everything that is reported
-
-The holdout chooses nothing but θ, and no prompt belongs to two parts. Weights are those of a logistic regression on
-standardised columns, fitted by Newton's method over streamed rows. The scaler is folded into them: a judge reads plain
-columns."""
+Prompts are split into fit (70 %: weights and scaler), select (15 %: C) and holdout (15 %: θ and all reported figures).
+The weights are a logistic regression on standardised columns, fitted by Newton's method over streamed rows. The scaler
+is folded into them: a judge reads plain columns."""
 
 from __future__ import annotations
 
@@ -48,9 +44,7 @@ def train_judge(
     device: str | None = None,
     notify: Notify = ignore,
 ) -> dict[str, Any]:
-    """Train a judge on finished label folders of one target and write its folder; returns its `config.json`.
-
-    `notify` is told each stage and the share of it that is done."""
+    """Train a judge on finished label folders of one target and write its folder; returns its `config.json`."""
     config = config or TrainConfig()
     config.check()
     config = config.resolve()
@@ -213,10 +207,8 @@ class _Sums(NamedTuple):
 
 
 def fit_logistic(chunks: Chunks, scaler: Scaler, penalties: Iterable[Tensor]) -> Iterator[Tensor]:
-    """[D + 1] weights and bias that minimise Σ log-loss + ½ Σ penalty_j w_j² on standardised columns, for each
-    penalty [D] in turn. The bias is not penalised.
-
-    Newton's method: a step is one pass over the rows. Each search begins where the last one ended, with its sums."""
+    """[D + 1] weights and bias for each penalty [D] in turn that minimise Σ log-loss + ½ Σ penalty_j w_j² on
+    standardised columns; the bias is not penalised. Each search starts from the last one's weights and sums."""
     weights, sums = torch.zeros(0), None
     for penalty in penalties:
         ridge = F.pad(penalty.double(), (0, 1))
@@ -252,7 +244,6 @@ def _take_step(
 
 
 def _sum_rows(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
-    """One pass over the rows."""
     loss, gradient = 0.0, torch.zeros_like(weights)
     curvature = torch.zeros(len(weights), len(weights), dtype=weights.dtype, device=weights.device)
     for x, labels in chunks():
@@ -276,9 +267,8 @@ def fit_linear(
     notify: Notify = ignore,
     grid: Sequence[float] = GRID,
 ) -> Fitted:
-    """A judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`, the first of equals.
-
-    With `originals` it learns from the target's own tokens as well, as acceptable rows."""
+    """A judge: the C of the ascending grid with the best ROC-AUC on mismatches of `select`, the first of equals. With
+    `originals` it also learns from the target's own tokens, as acceptable rows."""
     chunks = partial(rows.chunks, rows.of("fit"), config.features, originals=originals, device=device)
     scaler = Scaler.of(chunks)
 

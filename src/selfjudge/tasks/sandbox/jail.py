@@ -2,13 +2,10 @@
 
     outside (this process)  →  init (process 1 of a new process namespace)  →  the program
 
-The program sees a file tree of its own: Python and the system's libraries, read-only, and an empty `/tmp` in memory.
-It has no network, no capability, no name for any process of the machine. When it ends, or `outside` is told to stop,
-init ends too, and the kernel kills with it all that is left in the namespace. Nothing of this is on a disk.
-
-Without namespaces (`isolated` false) the limits, the filter of system calls, a folder and the search for left-over
-children remain. `outside` hears when its parent dies, and clears all that away.
-"""
+The program sees read-only Python and system libraries, and an empty `/tmp` in memory. It has no network, no capability
+and no name for any process of the machine. When it ends, or `outside` is told to stop, init ends too, and the kernel
+kills all that is left in the namespace. Without namespaces (`isolated` false), limits, the filter of system calls, a
+folder and the search for left-over children remain. `outside` hears when its parent dies, and cleans up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Runs programs that a model wrote: with limits, without network or the user's files. See docs/tasks.md.
-
-`run` runs a program, `passes_test` tests one, `map_on_cores` does many things at once. Linux only. Where the kernel
-gives no namespaces, programs are refused unless `allow_unsafe` is set."""
+"""Runs programs that a model wrote: with limits, without network or the user's files (docs/tasks.md). Linux only. Where
+the kernel gives no namespaces, programs are refused unless `allow_unsafe` is set."""
 
 import fcntl
 import json
@@ -31,8 +29,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 Killed = Literal["", "time", "output"]
 SYSTEM_CALLS = read_json(Path(__file__).with_name("refused.json"))
-"""System calls that are refused, by machine: they hold memory that no limit of a process counts, or open much of the
-kernel."""
+"""Refused system calls by machine: they hold memory that no process limit counts, or open much of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended."""
-
     stdout: str
     stderr: str
     code: int | None  # exit code, or minus the signal that ended it; None if it was killed from outside
@@ -276,10 +271,8 @@ if kind != "stdin":
 def passes_test(
     code: str, test: ProgramTest, *, prelude: str = "", limits: Limits | None = None, allow_unsafe: bool = False
 ) -> bool:
-    """Whether a program passes a test, in a process of its own; `prelude` runs before the code.
-
-    A program that ends by itself before its test (`exit()`) does not pass it: the harness ends with a mark that the
-    code was not told. Expected values never enter the sandbox, except in asserts."""
+    """Whether a program passes a test, in a process of its own; `prelude` runs first. One that exits early fails: the
+    harness ends with a mark that the code does not know. Expected values enter the sandbox only in asserts."""
     mark = secrets.token_hex(16)
     stdin, given = (test.given, "") if test.kind == "stdin" else ("", test.given)
     job = {"kind": test.kind, "code": code, "prelude": prelude, "function": test.function, "mark": mark}
