@@ -20,8 +20,7 @@ ASGI = Callable[[Scope, Receive, Send], Awaitable[None]]
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout"}
 HOSTS_VARIABLE = "SELFJUDGE_ALLOWED_HOSTS"  # the variable that has, in front of vLLM, the allowed names as JSON
 HOST_GUARD = "selfjudge.integrations.asgi.HostGuard"  # for vLLM's `--middleware`
-ALLOWED = re.compile(r"[\w.*-]+|\[?[0-9a-fA-F]*:[\w:.%]*\]?")
-"""A name, with `*` for any part of it, or an address; without a port."""
+ALLOWED = re.compile(r"[\w.*-]+|\[?[0-9a-fA-F]*:[\w:.%]*\]?")  # a name, `*` for any part, or an address; no port
 _HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
 
 
@@ -80,10 +79,8 @@ def replay(messages: Sequence[Message], rest: Receive) -> Receive:
 
 
 class HostNames:
-    """The names by which a server may be asked: those of this machine, and those that `allowed` adds.
-
-    A page elsewhere can have a name of its own point at this machine (DNS rebinding): what the page then asks would
-    count as coming from this server's own pages. Such requests carry that name in their Host header."""
+    """The names by which a server may be asked: those of this machine, and those that `allowed` adds. A page elsewhere
+    can have its own name point at this machine (DNS rebinding), and would count as one of this server's."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         own = socket.gethostname()

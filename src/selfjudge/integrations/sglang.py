@@ -37,10 +37,8 @@ def command(target: str, draft: str, rule: AcceptanceRule, gamma: int, *, head: 
 
 
 def convert_head(folder: Path) -> None:
-    """Rewrite an exported head of speculators' format as SGLang reads one.
-
-    It counts layers by their outputs where vLLM counts inputs, adds to the state before its norm, and takes the
-    embedding of the target."""
+    """Rewrite an exported head of speculators' format for SGLang, which counts layers by outputs (vLLM: by inputs),
+    adds to the state before its norm, and takes the target's embedding."""
     from safetensors.torch import load_file, save_file  # imports torch
 
     record, file = read_json(folder / "config.json"), folder / "model.safetensors"

@@ -1,5 +1,4 @@
-"""What a tuning run tests: rules on calibration prompts, each once, in an order that follows from them and the models,
-none that the judge was trained on; and how loss is measured on them. This module loads no torch."""
+"""Calibration prompts, none known to the judge, in an order fixed by their texts and the models; measures of loss."""
 
 from __future__ import annotations
 
@@ -35,12 +34,11 @@ if TYPE_CHECKING:
 
 JUDGE_NAME = "judge"
 remark = Sentences("remarks.txt", "selfjudge.tune")
-WORDS = {
+WORDS = {  # what each measure keeps, in the words of a certificate
     "score": "the task's score",
     "same_answer": "the same extracted answer as exact decoding",
     "overlap": "the words that exact decoding uses (overlap in order)",
 }
-"""What each measure keeps, in the words of a certificate."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +125,8 @@ def limit_prompts(groups: Sequence[list[CalibrationPrompt]], limit: int | None) 
 
 
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
-    """Refuse what prompts and settings rule out before a model is loaded, such as an ε that so few cannot certify.
-
-    If the device chooses the batch, that of a CPU is assumed, which sets the fewest prompts aside; the number of
-    prompts in the message is enough on CUDA, too."""
+    """Before models load, refuse what prompts and settings rule out, such as an ε that so few cannot certify. If the
+    device chooses the batch, a CPU's is assumed, which sets the fewest aside; the error's count suffices on CUDA."""
     families = list_families(config.families, judge)
     if config.gamma is not None:
         families, _ = split_by_gamma(families, config.gamma, judge)
@@ -348,9 +344,8 @@ class TuneJob:
         return self.families if self.config.gamma is None else self.split_by_gamma(self.config.gamma)[0]
 
     def claim(self, families: Collection[str]) -> certify.Claim:
-        """The claim of every rule. Families have equal shares of the attempt's δ, so all certificates together are
-        wrong with probability δ at most. A family's rules need no shares: each is tested at the family's level until
-        one fails."""
+        """The claim of every rule. Families share δ equally: all certificates are right with confidence 1 − δ. Rules of
+        a family need no shares: each is tested at the family's level until one fails."""
         return certify.Claim(self.config.epsilon, self.delta / max(1, len(families)), len(self.groups))
 
     def describe_outlook(self) -> str:

@@ -1,10 +1,9 @@
 """Is the loss of a rule at most ε? A bet against the claim that it is more; numpy alone.
 
-D = S_exact − S_rule ∈ [−1, 1], one observation a group of prompts that depend on one another, mostly a single prompt;
-of several prompts the mean. The hypothesis to refute is E[D] > ε. Whoever bets against it
-begins with a capital of 1 and multiplies it at each prompt by 1 − λ(X − μ), where X = (D + 1)/2 and μ = (1 + ε)/2.
-Under the hypothesis the capital is not expected to grow, however λ is chosen from the past (Ville): that it ever
-reaches 1/δ has a probability of at most δ. So the bet may be looked at after every prompt and ended at any time."""
+A group of prompts that depend on one another, mostly one prompt, is one observation: their mean
+D = S_exact − S_rule ∈ [−1, 1]. The hypothesis to refute is E[D] > ε. A capital of 1 is multiplied at each observation
+by 1 − λ(X − μ), where X = (D + 1)/2 and μ = (1 + ε)/2. Under the hypothesis it does not grow on average, however λ is
+chosen from the past; the probability that it ever reaches 1/δ is at most δ (Ville). So a bet may end at any time."""
 
 import itertools
 import math
@@ -53,17 +52,13 @@ class Claim:
 
 
 def share_delta(delta: float, attempt: int) -> float:
-    """The share of δ that attempt 1, 2, … on the same prompts spends: δ/(ζ(3) k³). All together spend δ at most.
-
-    A steep series leaves 83 % to the first attempt, mostly the only one; later ones need more prompts, by the logarithm
-    of their share."""
+    """The share of δ for attempt 1, 2, … on the same prompts, δ/(ζ(3) k³), which add up to δ. The steep series leaves
+    83 % to the first attempt, mostly the only one; later ones need more prompts, by the logarithm of their share."""
     return delta / (_ZETA * attempt**3)
 
 
 def average_groups(differences: Sequence[float], sizes: Sequence[int]) -> Floats:
-    """One observation a group: the mean D of its prompts, for the first groups, as far as all their prompts are there.
-
-    `differences` has those of the groups one after the other."""
+    """The mean D of each group. `differences` has one group after the other; an unfinished group is left out."""
     ends = np.cumsum(np.asarray(sizes, int))
     whole = int(np.searchsorted(ends, len(differences), side="right"))
     if not whole:
@@ -74,8 +69,7 @@ def average_groups(differences: Sequence[float], sizes: Sequence[int]) -> Floats
 
 
 def compute_log_capital(claim: Claim, differences: ArrayLike) -> Floats:
-    """[..., t] D of prompts in their order → [..., t] ln K after each of them.
-
+    """[..., t] D of prompts in their order → [..., t] ln K after each, with stakes
     λ_i = min(√(2 ln(1/δ) / (n σ̂²_{i−1})), 0.9/(1 − μ)); σ̂² is that of the prompts before, begun with 1/4."""
     x = (np.asarray(differences, float) + 1) / 2
     if x.size and not (x.min() >= 0 and x.max() <= 1):
@@ -119,9 +113,7 @@ def decide(claim: Claim, differences: Sequence[float] | Floats) -> Decision:
 
 
 def is_hopeless(claim: Claim, differences: Floats) -> bool:
-    """Whether a bet is unlikely to be won by its end, even if what is seen so far is worse than usual.
-
-    By the normal approximation of `estimate_needed_prompts`."""
+    """Whether a bet will hardly be won even if the rest is better than what was seen, by a normal approximation."""
     if len(differences) < FEWEST_FOR_HOPE:
         return False
     variance = max(float(differences.var()), 1 / len(differences))
@@ -153,10 +145,8 @@ def count_aside(prompts: int, batch: int | None) -> int:
 def check_prompt_count(
     prompts: int, batch: int | None, epsilon: float, delta: float, families: int, largest: int | None = None
 ) -> None:
-    """Refuse an ε that so few prompts cannot certify, less those set aside (see `count_aside`).
-
-    If the batch is not known yet, `batch` is the smallest possible one, and the number that is asked for is enough for
-    the `largest`."""
+    """Refuse an ε that so few prompts cannot certify, less those set aside (see `count_aside`). A `batch` that is not
+    known yet is the smallest possible one, and the number of prompts asked for is enough for the `largest`."""
     share = delta / families
     if can_certify(Claim(epsilon, share, prompts - count_aside(prompts, batch))):
         return
@@ -176,7 +166,6 @@ def estimate_needed_prompts(
     epsilon: float, delta: float, *, mean: float = 0.0, variance: float = DISCORDANT
 ) -> int | None:
     """About how many prompts certify the claim in 9 of 10 runs, if D has this mean and variance; None if no number.
-
     With stakes λ = √(2L/(nσ²)) and L = ln(1/δ), ln K_n has the mean √(2Ln) (ε − mean)/σ − L and the deviation √(2L).
     Until σ̂² is known stakes are smaller: half of the fewest prompts comes on top."""
     gap = epsilon - mean
@@ -217,9 +206,7 @@ def find_upper_bound(differences: Sequence[float] | Floats, delta: float) -> flo
 
 
 def find_binomial_bound(hits: int, n: int, delta: float) -> float:
-    """The exact upper bound, with confidence 1 − δ, of a probability that showed in `hits` of n prompts.
-
-    Of Clopper and Pearson: the p at which so few hits or fewer have the probability δ."""
+    """Clopper and Pearson's upper bound: the probability at which `hits` or fewer of n have the probability δ."""
     if hits >= n:
         return 1.0
     k = np.arange(hits + 1)

@@ -1,11 +1,9 @@
-"""The rules that `tune` tries, in families from strict to loose, and which pairs of a rule and γ are tested. No torch.
+"""The rules that `tune` tries, in families from strict to loose, and the pairs of a rule and γ that it tests. No torch.
 
-All rules are guarded: at end-of-sequence and other special tokens the target alone decides.
-
-A rule's speed with γ drafts and so many rows at a time is its tokens per cycle over the seconds of such a cycle. At
-each load a rule has its own best γ, and a pair is worth testing if it may beat `exact` and plain decoding at theirs.
-All this follows from the speeds that a certificate keeps, measured on prompts set aside, which test nothing: whoever
-verifies a certificate finds the same pairs."""
+All rules are guarded: at end-of-sequence and other special tokens the target alone decides. A rule's speed at a γ and a
+load (rows at a time) is its tokens per cycle over the seconds of such a cycle. A rule has a best γ at each load, and a
+pair is tested if it may beat `exact` and plain decoding at theirs. Speeds are measured on prompts set aside and kept in
+the certificate, so whoever verifies it finds the same pairs."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -33,9 +31,7 @@ Speeds = Sequence[dict[str, Any]]  # rows of load, rule, γ, tokens per cycle an
 
 
 def list_families(names: Sequence[str], judge: JudgeConfig | None) -> Families:
-    """The families of these names; `judge` is the one of the judged rules.
-
-    Without a judge, judged is left out if all families are named, and refused if it is one of several."""
+    """Families by name. Without a judge, judged is left out if all are named, and refused if it is one of several."""
     if judge is None and tuple(names) == FAMILIES:
         names = [name for name in names if name != "judged"]
     return {name: _list_judged(judge) if name == "judged" else _RULES[name] for name in names}
@@ -51,9 +47,7 @@ def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
 
 
 def split_by_gamma(families: Families, gamma: int, judge: JudgeConfig | None) -> tuple[Families, list[RefusedRule]]:
-    """The families with those of their rules that work with this γ, and the other rules. One without any is left out.
-
-    Rules are only looked at: the judge's config stands in for the judge."""
+    """Families with the rules that work at this γ, and the other rules; raises if none works."""
     kept: Families = {}
     refused: list[RefusedRule] = []
     for family, rules in families.items():
@@ -93,9 +87,8 @@ def is_promising(speeds: Speeds, load: int, rule: str) -> bool:
 
 
 def plan_pairs(families: Families, speeds: Speeds, loads: Sequence[int], gamma: int) -> Pairs:
-    """The pairs of each family from strict to loose: by rule, then by γ. Without speeds all rules have this `gamma`.
-
-    Families without a pair that is worth testing are left out."""
+    """The pairs of each family that are worth testing, from strict to loose, then by γ. Families without any are left
+    out. Without speeds all rules have this `gamma`."""
     if not speeds:
         return {name: [RulePair(rule, gamma, tuple(loads)) for rule in rules] for name, rules in families.items()}
     pairs: Pairs = {}

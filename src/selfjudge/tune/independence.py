@@ -1,13 +1,12 @@
 """Which prompts count as one observation, in which order, and which were tested before. Loads no torch.
 
-A bet is valid for independent observations. Ten paraphrases of a prompt are won or lost together: counted as ten they
-would certify a rule ten times as easily. So a group is one observation. Nobody chooses the order, for whoever may try
-several orders can wait for a lucky one.
+A bet is valid for independent observations. Paraphrases of a prompt are won or lost together: ten counted one by one
+would certify a rule ten times as easily. So a group is one observation. Nobody chooses the order: whoever may try
+several can wait for a lucky one.
 
 The ledger, HOME/attempts.jsonl or the file that SELFJUDGE_LEDGER names, has a row for every run of `tune`. An attempt
-whose prompts overlap with those of an earlier one of the same target is a further one, and spends a share of δ of its
-own (`certify.share_delta`). A run that is resumed is the same attempt. Who removes the file, or tunes on another
-machine, hides attempts: no file can tell."""
+with prompts of an earlier one of the same target spends a share of δ of its own (`certify.share_delta`); a resumed run
+is the same attempt. Attempts are hidden by removing the file or tuning on another machine."""
 
 import hashlib
 import math
@@ -64,11 +63,9 @@ class Groups:
                 self.join(index, first.setdefault(name, index))
 
     def join_similar(self, texts: Mapping[int, str], similar: float) -> None:
-        """Join prompts, given by index, whose sets of shingles have a Jaccard index of at least `similar`.
-
-        What is similar to one of a group belongs to it. What all texts begin or end with is not compared. Every pair
-        above the threshold is found: two such sets share one of their rarest shingles, of which `similar` tells how
-        many must be looked at."""
+        """Join prompts, by index, whose sets of shingles have a Jaccard index of at least `similar`, and all that such
+        pairs connect. What all texts begin or end with is not compared. Every such pair is found: its sets share one of
+        their rarest shingles, of which `similar` tells how many must be looked at."""
         words = [_WORD.findall(text) for text in texts.values()]
         for _ in range(2):  # what they begin with, then from the other end
             ends = zip(min(words, default=[]), max(words, default=[]), strict=False)
@@ -95,9 +92,7 @@ class Groups:
         return sum(self.find(index) == index for index in range(len(self._above)))
 
     def order(self, texts: Sequence[str], salt: str) -> list[list[int]]:
-        """The groups, and the prompts of each, in the order of hashes of their texts and of `salt`.
-
-        A prompt that is added or left out moves no other."""
+        """Groups, and prompts in each, by hashes of their texts and `salt`: one prompt more or less moves no other."""
 
         def rank(*members: str) -> bytes:
             return hashlib.sha256("\0".join([salt, *members]).encode("utf-8", "replace")).digest()

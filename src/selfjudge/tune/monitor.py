@@ -1,16 +1,13 @@
-"""Does a certificate hold for the requests that come? The bet of `certify` the other way round, on a share of them.
+"""Tests on a share of live requests whether a certificate holds for them. Loads no torch.
 
-Live requests have no right answers, so agreement with `exact` is watched: D = 1 − the share of words in common, in
-order. The hypothesis to refute is E[D] ≤ bound. If overlap was certified, the bound is ε. Else it is the most that the
-calibration prompts allow: beyond it these requests are unlike them, and the certificate does not cover them.
+Live requests have no right answers, so D = 1 − the share of words in common, in order, with `exact`. The bet of
+`certify` is turned round: it refutes E[D] ≤ bound. The bound is ε if overlap was certified, else the most that the
+calibration prompts allow. A bet that has lost its capital on good requests would not notice bad ones, so it begins anew
+every n requests. Round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability ≤ δ.
 
-A bet that has lost its capital on good requests would not notice that they have become bad. So it begins again every n
-requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability δ at most.
-
-Every answer, not only those decoded twice, has figures that tell whether requests have changed: whether its prompt asks
-for code or structure, its passes per token, its share of substitutions. A certificate's `scope` has the interval of the
-mean of each over its own prompts. Bets against both ends of each run beside the other one; half of δ is theirs. Loads
-no torch."""
+Figures of every answer show whether requests have changed: whether the prompt asks for code or structure, passes per
+token, the share of substitutions. A certificate's `scope` has the interval of the mean of each over its own prompts.
+Two bets watch the ends of each interval; half of δ is theirs."""
 
 from __future__ import annotations
 
@@ -114,8 +111,7 @@ def compute_loss(exact: str, shown: str) -> float:
 
 
 def describe_scope(figures: Mapping[str, Sequence[float]], delta: float) -> dict[str, list[float]]:
-    """Of each figure the interval of its mean, by its values over the calibration prompts; all intervals together are
-    wrong with probability δ/4 at most."""
+    """Intervals of the figures' means over the calibration prompts; all are right with confidence 1 − δ/4."""
     share = delta / 8 / max(1, len(figures))
     return {
         name: [1.0 - find_upper_bound([1.0 - value for value in values], share), find_upper_bound(values, share)]
@@ -165,10 +161,8 @@ class DriftMonitor:
 
 
 class Shadow:
-    """Chooses a share of the requests, to be answered a second time, exactly; compares the two answers, and says once
-    when the certificate is refuted. It is what both servers share.
-
-    Each request that `choose` took ends with one call of `end`. Nothing of prompts and answers is kept."""
+    """Has a share of the requests answered again, exactly, and compares the answers. Says once when the certificate is
+    refuted. Each request that `choose` took needs one call of `end`. No prompt or answer is kept."""
 
     def __init__(
         self,

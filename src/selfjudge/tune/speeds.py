@@ -1,8 +1,6 @@
-"""Speeds: what is expected of rules at every γ, on prompts set aside, and those of certified rules against `exact`.
-
-The first choose the pairs that are tested (`families.py`). Expected tokens/s are tokens per cycle, counted on answers,
-over the seconds of a cycle by the table of costs. The second are timed by turns. No certificate rests on any of these
-figures."""
+"""Expected speeds of rules at every γ, on prompts set aside, and timed speeds of certified rules against `exact`. The
+expected ones choose the pairs that are tested (`families.py`): tokens per cycle, counted on answers, over the seconds
+of a cycle by the table of costs. The others are timed by turns. No certificate rests on either."""
 
 import math
 import time
@@ -28,8 +26,7 @@ FEWEST_TURNS = 4  # turns of the rules that are compared; from fewer no interval
 
 
 def count_cycle_tokens(origins: Sequence[Origin]) -> list[int]:
-    """The tokens of each cycle of an answer, whose first token is the prompt's. A cycle ends with a token of the
-    target, the last one with the answer."""
+    """Tokens of each cycle after the prompt's first token; a cycle ends with a target token or with the answer."""
     ends = [place for place, origin in enumerate(origins) if origin == "target" or place == len(origins) - 1]
     return np.diff(ends).tolist() if origins else []
 
@@ -57,8 +54,7 @@ class PairSearch:
     _looser: dict[str, str] = field(default_factory=dict)  # the next rule of a rule's family
 
     def search(self, families: Families) -> list[Row]:
-        """Rows of plain decoding, `exact` and the rules: of each family from loose to strict, until one is too slow at
-        every load. Those that are stricter are slower still."""
+        """Rows of plain decoding, `exact` and each family, from its loosest rule until one is too slow at all loads."""
         for rule, gamma in (("plain", 0), *(("exact", gamma) for gamma in self.gammas)):
             self._look(rule, gamma)
         for rules in families.values():
@@ -99,8 +95,7 @@ class PairSearch:
         return {row["load"]: row["tokens_per_second"] for row in rows}
 
     def _count_tokens(self, rule: str, gamma: int) -> float:
-        """Tokens per cycle. A rule that decides on a draft by those after it decides otherwise in a longer block, so it
-        answers at every γ that is looked at. Of other rules one answer tells all."""
+        """Tokens per cycle. Rules that look ahead answer at every γ, others at the largest, which tells all."""
         planned = self.plan(rule, gamma).rule
         asked = gamma if planned.price is not None or planned.matches_needed > 0 else self.gammas[-1]
         looser = self._tokens.get((self._looser.get(rule, ""), asked))
@@ -173,11 +168,9 @@ class Clock:
     def compare(
         self, prompts: Sequence[Prompt], rules: Sequence[tuple[str, int]], tokens: int, deadline: float
     ) -> Comparison:
-        """Time rules, of which the first is `exact`, and plain decoding, with answers of so many tokens.
-
-        In a turn all answer the same prompts, in every second one backwards; none begins after the deadline. The first
-        is also the last of each turn: the same work, whose times must agree. Nothing is timed before it has warmed up:
-        on CUDA each captures its graphs."""
+        """Time rules, of which the first is `exact`, and plain decoding, with answers of so many tokens. In a turn all
+        answer the same prompts, in every second one backwards; none begins after the deadline. `exact` is also the last
+        of a turn, and both its times must agree. All warm up before they are timed: on CUDA each captures graphs."""
         first, *others = (Timing(rule, self.plan(rule, gamma)) for rule, gamma in rules)
         last = Timing(first.rule, first.run)
         if not self.answerer.one_gamma:

@@ -141,9 +141,7 @@ class LoadOutcome:
         return self.best is None and self.exact_over_plain == 1
 
     def compare(self, trial: RuleTrial) -> Speed | None:
-        """A rule's speed over that of `exact` or plain decoding, the faster one.
-
-        It is measured, or else as its ratio of m over `exact`, as that was decoded, and the expected speeds tell."""
+        """A rule's speed over the faster of `exact` and plain decoding: timed, or by its m and expected speeds."""
         if self.timed is not None:
             return self.timed.compare(trial.rule)
         if (ratio := trial.length_ratio) is None:
@@ -182,9 +180,7 @@ class TuneResult:
 
 
 class Tuning:
-    """A run in its folder: pairs of rule and γ are chosen, families are tested, the fastest certified pair is taken.
-
-    Every batch of every pair is a sealed part of the folder."""
+    """A run in its folder: pairs are chosen and tested, the fastest certified one is taken. Each batch is sealed."""
 
     def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, warn: Warn) -> None:
         self.job, self.folder, self.notify, self.warn = job, folder, notify, warn
@@ -196,9 +192,8 @@ class Tuning:
         """γ of all rules where none is chosen; of `exact`, which trials are compared with, after the choice its own."""
 
     def run(self) -> TuneResult:
-        """Choose pairs, test them, and choose for each load.
-
-        γ does not rest on prompts that test: families that it excludes leave their share of δ to the others."""
+        """Choose pairs, test them, and choose for each load. Families that γ excludes leave their share of δ to the
+        others, since γ does not rest on prompts that test."""
         job, loads = self.job, self.job.loads
         speeds = self._find_speeds()
         families, refused = (job.families, []) if speeds else job.split_by_gamma(self.gamma)
@@ -224,9 +219,7 @@ class Tuning:
             self.warn(remark("late", job, affordable, fewest))
 
     def _test_families(self, pairs: Pairs, claim: Claim) -> list[RuleTrial]:
-        """All families by turns, a pair of each: when the time is up, all have got about as far.
-
-        In a family none is tried after one that is not certified."""
+        """Test a pair of each family in turn, so all get about as far; a family ends with its first failure."""
         sizes, by_family = self.job.sizes, defaultdict[str, list[RuleTrial]](list)
         for name, own in pairs.items():
             for number, pair in enumerate(own):
@@ -241,9 +234,8 @@ class Tuning:
         return [trial for trials in by_family.values() for trial in trials]
 
     def _choose(self, load: int, trials: Sequence[RuleTrial], speeds: Sequence[Row], left: int) -> LoadOutcome:
-        """The certified pair that is most surely faster than `exact` and plain decoding at this load, on all prompts.
-
-        It is chosen by the lower end of its interval. Times of `left` loads are to be measured, this one among them."""
+        """The certified pair that pays at this load with the largest lower end of its speed, on all prompts. The
+        remaining time is for `left` loads, this one among them."""
         exact = find_best(speeds, load, ("exact",))
         gamma = self.gamma if exact is None else int(exact["gamma"])
         outcome = LoadOutcome(load, None, gamma, speeds, self.gamma)
@@ -274,9 +266,8 @@ class Tuning:
         return clock.compare([prompt.prompt for prompt in job.prompts], rules, tokens, deadline)
 
     def _test(self, trial: RuleTrial, done: int, total: int) -> None:
-        """Decode until the claim is certified, cannot be any more, or the time is up; `done` of `total` rules were.
-
-        What is done is the share of the rules or of the time, whichever is larger: the run ends with either."""
+        """Decode until the claim is decided or the time is up; `done` of `total` rules were tested. Progress is the
+        share of the rules or of the time, whichever is larger."""
         prompts, seconds = len(self.job.prompts), max(self.deadline - self.begun, 1.0)
         while True:
             passed = min((time.monotonic() - self.begun) / seconds, 1.0)
@@ -307,9 +298,8 @@ class Tuning:
     def _decode(
         self, name: str, run: RuleRun, number: int, prompts: Sequence[CalibrationPrompt], exact: Sequence[Row] = ()
     ) -> list[Row]:
-        """Samples of a batch under a rule; from the folder if it has been decoded already.
-
-        An answer in which nothing was substituted takes the score of `exact`, if that is given."""
+        """Samples of a batch under a rule, from the folder if it was decoded before. Where nothing was substituted, the
+        score is that of `exact`, if given."""
         job, name = self.job, f"{name}-{number:05d}"
         file = self.folder.work / f"{name}.jsonl"
         if self.folder.sealed(name, run.identity, PartSeal) is None:
@@ -328,9 +318,8 @@ class Tuning:
         return list(read_rows(file, PartSample))
 
     def _find_speeds(self) -> list[Row]:
-        """Expected speeds of all rules at every γ and load (`speeds.PairSearch`), on the prompts set aside.
-
-        None if γ is given or cannot be chosen: times are not wanted, or another γ takes another start of the engine."""
+        """Expected speeds of all rules (`speeds.PairSearch`) on the prompts set aside. None if γ is given, times are
+        not wanted, or another γ takes another start of the engine."""
         job, answerer, loads = self.job, self.job.answerer, self.job.loads
         if not job.config.times or job.config.gamma or answerer.one_gamma:
             return []

@@ -1,6 +1,4 @@
-"""Does a certificate follow from its evidence? Everything that it says of the test is computed once more. No torch.
-
-Each check returns a line that says what was found in order, and raises an error of one line where something is not."""
+"""Recomputes a certificate from its evidence. A check returns a line about it or raises a one-line error. No torch."""
 
 import hashlib
 import json
@@ -19,11 +17,10 @@ from selfjudge.tune.certify import Claim, average_groups, decide, describe_evide
 from selfjudge.tune.families import FAMILIES, Pairs, list_families, plan_pairs, split_by_gamma
 
 CERTIFICATE = "certificate.json"
-SHARED = (
+SHARED = (  # what recipe and certificate both say
     *("pair", "rule", "resolved", "gamma", "target_sha256", "draft_sha256", "tokenizer_sha256", "prompts_sha256"),
     *("engine", "dtype", "draft_dtype"),
 )
-"""What recipe and certificate both say."""
 ROW = ("load", "rule", "resolved", "gamma")  # what both say of each load
 JUDGE_FILES = ("config.json", "model.safetensors")
 TestedPair = tuple[str, int]  # a rule and γ
@@ -147,8 +144,7 @@ def _check_candidate(folder: Path, row: Mapping[str, Any], claim: Claim, sizes: 
 
 
 def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> None:
-    """The pairs tested are the first of their family in the order that `tune` has for these speeds, and none was tested
-    after one that is not certified."""
+    """A family's pairs are the first in `tune`'s order for these speeds, and none follows one that is not certified."""
     families, failed = certificate["families"], set[str]()
     tested: dict[str, list[TestedPair]] = {family: [] for family in families}
     for row in certificate["candidates"]:
@@ -173,9 +169,8 @@ def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfi
 def _plan_again(
     certificate: Mapping[str, Any], gamma: int, tested: Mapping[str, list[TestedPair]], judge: JudgeConfig | None
 ) -> Pairs:
-    """The pairs as `tune` orders them; `gamma` is that of all where there are no speeds.
-
-    Judged rules of a recipe without a judge cannot be looked up; none of them is its rule."""
+    """The pairs in `tune`'s order; without speeds all have `gamma`. Judged rules cannot be looked up without a judge,
+    and are taken as tested: none of them is the recipe's."""
     known = [name for name in tested if name != "judged" or judge is not None]
     rules, speeds = list_families(sorted(known), judge), certificate["speeds"]
     if rules and not speeds:
@@ -188,8 +183,7 @@ def _plan_again(
 def _check_chosen(
     folder: Path, certificate: Mapping[str, Any], claim: Claim, won: Mapping[TestedPair, list[float]], sizes: list[int]
 ) -> str:
-    """All figures of the certificate for a load follow from the differences of its pair; `won` has those of all bets
-    that were."""
+    """All figures of a load follow from its pair's differences; `won` has those of all bets that were won."""
     if (differences := won.get((certificate["rule"], certificate["gamma"]))) is None:
         raise SelfJudgeError(f"{folder}: no bet certifies {certificate['rule']} at γ = {certificate['gamma']}")
     if certificate["speed_ratio"] is None or certificate["speed_ci"] is None:

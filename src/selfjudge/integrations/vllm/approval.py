@@ -1,6 +1,5 @@
-"""Which drafts rules accept, as a mask over flat rows and as a mark on their logits; does not import vLLM.
-
-What the rules did is counted on the device, and shown as Prometheus counters; no step waits for a count."""
+"""Which drafts rules accept, as a mask over flat rows and as a mark on their logits; does not import vLLM. Counts are
+kept on the device and shown as Prometheus counters; no step waits for one."""
 
 from __future__ import annotations
 
@@ -40,10 +39,8 @@ def _counters() -> list[Any]:
 
 
 def count_step(rows: DraftRows, emitted: Tensor, flags: Tensor | None) -> Tensor:
-    """The counters [4] of a step that gave so many tokens [R] to its requests, the last of which is not a draft.
-
-    Flags [3, n]: which drafts were raised, which were aligned anyway, and which were marked at all: of the others,
-    those that were accepted count as aligned. None where all requests are lossless."""
+    """The counters [4] of a step that gave requests so many tokens [R]: accepted drafts and one more. Flags [3, n] are
+    those of `Approval.mark`: accepted drafts that were not marked count as aligned. None if all are lossless."""
     drafted, accepted = rows.counts > 0, emitted - 1
     accepted_here = aligned = rows.place < accepted[rows.owner]
     cycles = drafted.sum()
@@ -55,9 +52,7 @@ def count_step(rows: DraftRows, emitted: Tensor, flags: Tensor | None) -> Tensor
 
 
 class Counts:
-    """Totals of one engine.
-
-    A step is counted on the device. `report` shows the totals to Prometheus, `read` returns them."""
+    """Totals of one engine, counted on the device; `report` shows them to Prometheus, `read` returns them."""
 
     def __init__(self, device: torch.device, *labels: str) -> None:
         self.total = torch.zeros(len(COUNTERS), dtype=torch.long, device=device)
@@ -107,11 +102,9 @@ class Approval:
     def __call__(
         self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan, exact: Tensor | None = None
     ) -> Tensor:
-        """[n] which drafts their rules accept, as the rules do in our own loop; never those in `exact` [n].
-
-        Row `at[i]` of the target's logits [m, V] predicts draft i; the row after it of the states [m, H] has read that
-        draft. Never where there is no draft (−1), at special tokens, or where numbers are non-finite. Where alignment
-        accepts a draft anyway, the mask may say either."""
+        """[n] which drafts their rules accept, as in our own loop. Row `at[i]` of the target's logits [m, V] predicts
+        draft i; the row after it of the states [m, H] has read that draft. Never those in `exact` [n], missing drafts
+        (−1), special tokens and non-finite rows. Where alignment accepts a draft anyway, the mask may say either."""
         if not len(drafts):  # a step of prompts alone
             return drafts >= 0
         if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
@@ -159,11 +152,9 @@ class Approval:
         return approvals(judge, hidden, logits, at, drafts, value, limit, self.special, ahead)
 
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
-        """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place.
-
-        A greedy check then finds the draft to be the most likely token; a random one finds its probability to be 1.
-        Banned tokens (−inf) stay banned. The guard applies to the most likely token of these rows, too.
-        Returns flags [3, n]: which drafts were raised, which were the most likely token before, which are drafts."""
+        """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place: they become
+        the most likely tokens, with a probability of 1. Banned tokens (−inf) stay banned, and the guard applies to the
+        most likely token of these rows. Returns flags [3, n]: raised, most likely before, and a draft at all."""
         if self.fused:
             from selfjudge.integrations.vllm.approval_triton import mark
 

@@ -53,8 +53,7 @@ def _decide(
     LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
     SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One draft by its code (`rules_by_row.Code`). With AHEAD: its harm, and whether it is aligned. Else: whether it is
-    approved."""
+    """One draft by its code (`rules_by_row.Code`): with AHEAD its harm and whether it is aligned, else its approval."""
     i = tl.program_id(0)
     row, token = tl.load(at_ptr + i).to(tl.int64), tl.load(draft_ptr + i).to(tl.int64)
     which, limit = tl.load(value_ptr + i), tl.load(limit_ptr + i)

@@ -1,13 +1,12 @@
 """The target inside vLLM, whatever its size and however many devices it is spread over.
 
-`label` has two engines, one after the other: the first generates the responses, the second returns hidden states (token
-pooling). The output matrix, all that this process holds of the target, turns states into likelihoods as in
-`label.score`. Branches share their prefix with the response through vLLM's prefix cache.
+`label` has two engines in turn: the first generates the responses, the second returns hidden states (token pooling).
+This process holds nothing of the target but the output matrix, which turns states into likelihoods as in `label.score`.
+Branches share their prefix with the response through vLLM's prefix cache.
 
-For `eval` and `tune` our worker decides, and each request names its rule. One engine has one γ and one judge; rules
-that need neither another γ nor another judge share it. Each of the engine's steps is a cycle: the tokens that it gives
-to a request are the accepted drafts and the target's own. Which drafts were accepted against the target's choice is
-told by their rank among the target's own log-probabilities."""
+For `eval` and `tune` our worker decides, and each request names its rule; rules that need another γ or another judge
+need another engine. An engine's step is a cycle: it gives a request accepted drafts and a token of the target. Drafts
+accepted against the target's choice are told by their rank among its log-probabilities."""
 
 from __future__ import annotations
 
@@ -44,13 +43,12 @@ from selfjudge.store import hub_options
 from selfjudge.types import PHASES, Generation, Origin
 
 CASES = 1 << 18  # tokens of responses that are scored together
-POOLING = {
+POOLING = {  # options of the engine that returns hidden states
     "runner": "pooling",
     "convert": "embed",
     "pooler_config": {"task": "token_embed", "use_activation": False},
     "enable_prefix_caching": True,
 }
-"""Options of the engine that returns hidden states."""
 
 
 def outline_pair(

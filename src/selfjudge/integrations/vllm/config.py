@@ -1,6 +1,4 @@
-"""Settings of our rules inside vLLM: those of the engine, those of single requests, and what is not supported.
-
-This module reads vLLM's objects; it imports neither vLLM nor torch."""
+"""Settings of our rules inside vLLM, of engine and requests, and what is refused; imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -55,10 +53,8 @@ def read_settings(additional: Any) -> RuleRequest:
 
 
 class RequestRules:
-    """The rule of each request; None is lossless.
-
-    A request whose options cannot be read, or whose rule needs greedy decoding and has a temperature, is decoded
-    losslessly, and the log says so once."""
+    """The rule of each request; None is lossless. A request with options that cannot be read, or with a temperature and
+    a rule that is greedy here, is decoded losslessly, and the log says so once."""
 
     def __init__(
         self,
@@ -91,9 +87,8 @@ class RequestRules:
         return rule
 
     def requested(self, extra_args: Mapping[str, Any] | None) -> AcceptanceRule | None:
-        """`extra_args` {"selfjudge": {"off": true}}, or one or more of `rule`, `theta`, `quality` and `price`.
-
-        The inner object may also be JSON text."""
+        """The rule of `extra_args` {"selfjudge": {"off": true}}, or of some of `REQUEST_FIELDS` in the inner object,
+        which may also be JSON text."""
         options = (extra_args or {}).get(KEY)
         if options is None:
             return self.default
@@ -161,9 +156,8 @@ def load(config: Any) -> tuple[RuleRequest, Judge | None]:
 
 
 def target_sha256(model: str, wanted: str = "") -> str:
-    """The hash by which judges know a target: from the manifest of a pulled model, else that of its weight files.
-
-    A judge that was trained with the folder of a pulled model knows the latter: where `wanted` is not the former."""
+    """The hash by which judges know a target: from a pulled model's manifest if it is `wanted` or nothing is, else that
+    of the weight files, by which a judge trained with the folder of a pulled model knows it."""
     path = Path(model)
     manifest = path.parent / "manifest.json"
     if path.name == "target" and manifest.is_file():

@@ -1,11 +1,9 @@
-"""Whose drafts the rows of a step are, and what the rules of their requests ask of them; does not import vLLM.
+"""Which request owns each draft of a step, and what its rule asks of it; does not import vLLM.
 
-vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i.
-
-The guards of relaxed rules (`decoding.guards`) keep the state of each request's text on the device. A step verifies
-drafts after a request's newest token, which the step before, or the prompt, has yielded. So a state is that of the text
-before the newest token, which the next step reads. Steps without drafts are not seen: where a token was missed, which
-positions tell, the rest of the answer is verified exactly."""
+vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i. The guards of
+relaxed rules (`decoding.guards`) keep the state of each request's text on the device: of the text before its newest
+token, which the next step reads. Steps without drafts are not seen: where positions show that a token was missed, the
+rest of the answer is verified exactly."""
 
 from __future__ import annotations
 
@@ -107,8 +105,7 @@ class RequestGuards:
         self.tokenizer, self.structure = tokenizer, structure_of(tokenizer)
         self.state, self.position, self.strict_until = torch.zeros((3, slots), dtype=torch.long, device=device)
         """[slots] the state before the newest token, that token's position, the first position that is not strict."""
-        self.code = torch.zeros(slots, dtype=torch.bool, device=device)
-        """[slots] whether code and structure are verified exactly."""
+        self.code = torch.zeros(slots, dtype=torch.bool, device=device)  # [slots] code is verified exactly
         self._step: tuple[Tensor, Tensor, Tensor] | None = None
 
     def begin(self, rule: AcceptanceRule | None, prompt: Sequence[int] | None) -> tuple[int, int, int, bool]:

@@ -38,9 +38,8 @@ def command(
     more: Sequence[str] = (),
 ) -> list[str]:
     """What to run: vLLM's OpenAI-compatible server with target, draft, judge and rule; `more` flags of vLLM go last.
-
-    Target and draft are hub ids, checkpoint folders or the name of an embedded pair. An embedded pair brings its draft
-    and, where one ships, its judge. A draft may be an EAGLE-3 head in any format."""
+    Target and draft are hub ids, checkpoint folders or the name of an embedded pair, which brings its draft and, where
+    one ships, its judge. A draft may be an EAGLE-3 head in any format."""
     gamma = default_gamma("cuda") if gamma is None else gamma
     if not 1 <= gamma <= MAX_GAMMA:
         raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {gamma}")

@@ -1,10 +1,9 @@
 """The monitor (`tune.monitor`) in front of vLLM's server: an ASGI middleware, named by vLLM's `--middleware`.
 
-A share of the greedy requests that name no rule is asked a second time with `off`, once at most half of the engine's
-places are taken. When the certificate is refuted, requests that name no rule are sent on with `off`. A request of more
-than LARGEST bytes is not held: it is passed on as it comes and not asked again, and refused once the certificate is,
-since whether it names a rule is not known. Settings come from the variable SELFJUDGE_SHADOW, since vLLM gives a
-middleware none."""
+A share of the greedy requests that name no rule is asked again with `off`, once at most half of the engine's places are
+taken. After a refutation, requests that name no rule are sent on with `off`. A request of more than LARGEST bytes may
+name one: it is passed on as it comes, not asked again, and refused after a refutation. vLLM gives a middleware no
+settings, so they come from the variable SELFJUDGE_SHADOW."""
 
 from __future__ import annotations
 

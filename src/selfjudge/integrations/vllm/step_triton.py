@@ -1,7 +1,5 @@
-"""A step of vLLM's second model runner, around the kernels of `approval_triton`: two more, and no small operations.
-
-What a request asks is a line of numbers by its slot. All else the runner has on the device: a request with k drafts
-owns k + 1 rows, and row i predicts the token that row i + 1 has read."""
+"""A step of vLLM's second model runner, around the kernels of `approval_triton`: two more, and no small operations. A
+slot's line in a table has what its request asks; the runner has the rest on the device, in rows as in `v2`."""
 
 from __future__ import annotations
 
@@ -123,8 +121,7 @@ class RequestTable:
         )  # fmt: skip
 
     def finish(self, batch: Any, emitted: Tensor, total: Tensor, *, marked: bool) -> None:
-        """Follow the tokens that the requests of a batch got, and count; the rows are not marked where all requests
-        are lossless."""
+        """Follow and count the tokens that a batch got; the rows are not marked where all requests are lossless."""
         _finish[(batch.num_reqs,)](
             batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, batch.positions, emitted, self.lines,
             self.state, self.flags, total, self.flags.stride(0), MARKED=marked, num_warps=1,

@@ -62,8 +62,7 @@ class FirstRunnerAdapter:
         runner.rejection_sampler.adapter = self
         self._free = list(range(len(verification.guards.state)))  # slots that no request has
         self._known: dict[str, KnownRequest] = {}
-        self._slots = torch.zeros(0, dtype=torch.long, device=verification.guards.state.device)
-        """[R] the slots of the requests of the batch."""
+        self._slots = torch.zeros(0, dtype=torch.long, device=verification.guards.state.device)  # [R] of the batch
         self._rows: DraftRows | None = None  # None outside of a step (profiling runs)
         self._approved: Tensor | None = None
         self._flags: Tensor | None = None

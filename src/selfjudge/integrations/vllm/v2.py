@@ -1,8 +1,7 @@
 """vLLM's second model runner (`vllm.v1.worker.gpu`): GPUs with Triton; heads in 0.26, draft models from 0.31.
 
-Its rejection sampler gets the logits of all rows. A request with k drafts owns k + 1 of them, and row i predicts the
-token that row i + 1 has read. Approved drafts are marked on the logits that are verified, after penalties and bans and
-before temperature: by the last of a list of logits processors, or where there is no list by the last ban of 0.26."""
+A request with k drafts owns k + 1 rows of logits; row i predicts the token that row i + 1 has read. Approved drafts are
+marked after penalties and bans, before temperature: by the last logits processor or, in 0.26, by the last ban."""
 
 from __future__ import annotations
 
@@ -71,20 +70,17 @@ class SecondRunnerSampler(RejectionSampler):
 
 
 class MarkProcessor:
-    """Marks approved drafts on the logits that are verified; one of the sampler's logits processors where it has them.
-
-    Keeps the rules by request slot, and what the rules said of the rows of this step."""
+    """Marks approved drafts on the logits that are verified, as a logits processor where there is a list of them. Keeps
+    the rules by request slot, and what the rules said of the rows of this step."""
 
     def __init__(self, verification: Verification, slots: int, gamma: int) -> None:
         self.verification, self.approval = verification, verification.approval
         self.weights = None if self.approval.judge is None else self.approval.judge.kernel_weights()
-        self.prompts: deque[Sequence[int] | None] = deque()
-        """Prompts of the requests that are about to be added, in their order."""
+        self.prompts: deque[Sequence[int] | None] = deque()  # of requests about to be added, in order
         self.rules: list[AcceptanceRule | None] = [None] * slots
         guards = verification.guards
         self.table = RequestTable(slots, slots * (gamma + 1), guards.structure, guards.state.device)
-        self.approved: Tensor | None = None
-        """[rows] what is accepted in this step; None outside of a step, or where all requests are lossless."""
+        self.approved: Tensor | None = None  # [rows] what is accepted; None outside of a step, or if all are lossless
         self._marked = False  # whether some rows of this step were
         self._slots, self._asked = np.zeros(0, np.int32), list[AcceptanceRule | None]()
 
@@ -161,8 +157,7 @@ class MarkingBans(BadWordsState):
 
 
 class SecondRunnerAdapter:
-    """Connects a runner and its sampler: adds a logits processor, or replaces the class of the last ban, and replaces
-    the class of the rejection sampler."""
+    """Connects a runner and its sampler, whose class it replaces; adds a logits processor or replaces the last ban."""
 
     def __init__(self, runner: Any, verification: Verification) -> None:
         has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs", "vocab_size", "dtype")

@@ -30,9 +30,7 @@ logger = init_logger("vllm.selfjudge")  # vLLM shows its own loggers
 
 
 class JudgeWorker(Base):
-    """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings as `config.read_settings` says.
-
-    Whatever would keep the rules from deciding is an error at start-up: it never falls back to plain decoding."""
+    """vLLM's worker with our rules (`config.read_settings`). It refuses to start where they could not decide."""
 
     _adapter: Any = None
     _counts: Counts | None = None
