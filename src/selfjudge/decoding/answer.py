@@ -17,6 +17,7 @@ class Answer:
     prompt_tokens: int
     streamed: bool = True  # whether text is wanted token by token; else an answer without stops is decoded at its end
     stop_ids: Collection[int] = ()  # token ids that end the answer, without text of their own
+    by_step: bool = False  # whether text is wanted a step at a time: one piece has it, that of the last token
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     judged_tokens: list[JudgedToken] = field(default_factory=list)
@@ -64,12 +65,14 @@ class Answer:
                 self.finish = emission.finish
                 self.text = self._detokenizer.decode(self.tokens)
             return []
-        pieces = []
-        for i, (token, origin) in enumerate(zip(emission.tokens, emission.origins, strict=True)):
-            finish = emission.finish if i + 1 == len(emission.tokens) else None
-            pieces.append(Piece(self._add(token, origin, finish), token, origin, judged.get(i)))
-            if i in judged:
-                self.judged_tokens.append(judged[i])
+        pieces, count = [], len(emission.tokens)
+        size = count if self.by_step and not (self.stop or self.stop_ids) else 1
+        for i in range(0, count, size):
+            last = i + size - 1
+            finish = emission.finish if last + 1 == count else None
+            text = self._add(emission.tokens[i : i + size], emission.origins[i : i + size], finish)
+            pieces.append(Piece(text, emission.tokens[last], emission.origins[last], judged.get(last)))
+            self.judged_tokens += [judged[j] for j in range(i, i + size) if j in judged]
             if self.finish:
                 break
         return pieces
@@ -79,14 +82,14 @@ class Answer:
         text, target_text = self._detokenizer.decode([judged.token]), self._detokenizer.decode([judged.target_token])
         return replace(judged, index=len(self.tokens) + judged.index, text=text, target_text=target_text)
 
-    def _add(self, token: int, origin: Origin, finish: Finish | None) -> str:
-        """Add a token and return the text that can now be shown; sets `finish` at the end or at a stop string."""
-        self.tokens.append(token)
-        self.origins.append(origin)
-        if token in self.stop_ids:
+    def _add(self, tokens: Sequence[int], origins: Sequence[Origin], finish: Finish | None) -> str:
+        """Add tokens and return the text that can now be shown; sets `finish` at the end or at a stop string."""
+        self.tokens += tokens
+        self.origins += origins
+        if tokens[-1] in self.stop_ids:
             finish = "stop"
         else:
-            self.text += self._detokenizer.add(token)
+            self.text += self._detokenizer.add(*tokens)
         if finish is not None:
             self.text += self._detokenizer.rest()
         starts = (self.text.find(s, max(0, self.shown - len(s))) for s in self.stop)
@@ -137,15 +140,22 @@ class Detokenizer:
         self.ids: list[int] = []
         self.context = 0  # decode from here: a few tokens back, for tokenizers that treat a first word differently
         self.read = 0
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        joins = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"  # no token's text depends on others
+        plain = joins and type(tokenizer).decode is PreTrainedTokenizerBase.decode
+        self._backend = backend if plain else None  # decodes without the checks of transformers, which take longer
 
-    def add(self, token: int) -> str:
-        """The text this token completes; empty while a multi-byte character is open."""
-        self.ids.append(token)
+    def add(self, *tokens: int) -> str:
+        """The text these tokens complete, but for an open multi-byte character."""
+        self.ids += tokens
         new = self._new()
         if new.endswith("\ufffd"):
-            return ""
+            if len(tokens) == 1:
+                return ""
+            del self.ids[-len(tokens) :]
+            return "".join(map(self.add, tokens))
         if new:  # special tokens have no text, and give no context
-            self.context = self.read
+            self.context = self.read if self._backend is None else len(self.ids)
         self.read = len(self.ids)
         return new
 
@@ -158,9 +168,11 @@ class Detokenizer:
     def _new(self) -> str:
         if self.read == len(self.ids):
             return ""
-        before = self.decode(self.ids[self.context : self.read])
+        before = self.decode(self.ids[self.context : self.read]) if self.context < self.read else ""
         return self.decode(self.ids[self.context :])[len(before) :]
 
     def decode(self, ids: list[int]) -> str:
         """The text of a complete sequence."""
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=True))
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

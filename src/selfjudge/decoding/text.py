@@ -200,6 +200,7 @@ class Batch:
         stop: Sequence[str] = (),
         seed: int = 0,
         streamed: bool = True,
+        by_step: bool = False,
         stop_ids: Collection[int] = (),
         ignore_eos: bool = False,
         edits: RowEdits = (),
@@ -210,9 +211,9 @@ class Batch:
     ) -> Answer:
         """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token.
         `edits` are for it alone, and with shared rules so are `rule`, `gamma` and `trace`. Answers of the same `salt`
-        share prefixes."""
+        share prefixes. With `by_step` a step has one piece of text, not one for each token."""
         streamed = streamed or bool(stop or stop_ids)
-        answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids)
+        answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids, by_step)
         request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos, edits=edits, salt=salt)
         request = limit_request(self._decoding.complete(request, rule, gamma, trace), self._decoding.pair.window)
         self._queue.put(self._decoding.examine(request))

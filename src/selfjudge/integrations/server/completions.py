@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -44,8 +44,10 @@ from selfjudge.types import PHASES, Generation
 
 SHORT_BYTES = 1 << 12  # size of a prompt that is encoded within milliseconds
 COMPLETION_TOKENS = 16  # length of a text completion that names none, as at OpenAI
+BLANK = "\0"  # stands for the text in the event that is made once for all texts of a job
 
 Fields = dict[str, Any]  # of a JSON object
+_dump = json.JSONEncoder(ensure_ascii=False).encode  # one encoder for all: `json.dumps` would make one each time
 
 
 class Encoder:
@@ -61,8 +63,24 @@ class Encoder:
         own = [replace(pair, tokenizer=copy.deepcopy(pair.tokenizer)) for _ in range(2)]
         self._threads = [(one, ThreadPoolExecutor(1, "tokenize")) for one in own]
         self.pair, self.tool_format, self._compiling = pair, ToolFormat.of(pair), ThreadPoolExecutor(2, "grammar")
+        self._sent: deque[tuple[asyncio.Queue[tuple[int, Update]], int, Update]] = deque()
         with contextlib.suppress(SelfJudgeError):  # the first grammar of a pair takes a second, as nothing else runs
             compile_grammar(pair, "start: /a/")
+
+    def send(self, updates: asyncio.Queue[tuple[int, Update]], number: int, update: Update) -> None:
+        """Take what is new about a job, in the decoding thread, until `flush` is called."""
+        self._sent.append((updates, number, update))
+
+    def flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the event loop, once for all that was sent."""
+        if self._sent:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits any more
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._sent:
+            updates, *update = self._sent.popleft()
+            updates.put_nowait(tuple(update))
 
     async def encode(self, prompt: str | list[Fields], size: int, template: Fields | None = None) -> list[int]:
         """Token ids of a text, or of messages through the chat template with its variables; `size` in bytes."""
@@ -89,6 +107,7 @@ class Completion:
         self.chat = isinstance(body, ChatRequest)
         self.told, self.offsets = Counter[int](), Counter[int]()  # tokens and characters told with log-probabilities
         self.updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()  # each with the number of its job
+        self.templates: dict[int, list[str]] = {}  # of the events of each job: what stands around its text
         kind = ("chat.completion.chunk" if body.stream else "chat.completion") if self.chat else "text_completion"
         number = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         self.head = {"id": number, "object": kind, "created": int(time.time()), "model": self.config.name}
@@ -105,15 +124,12 @@ class Completion:
         written = self.encoder.tool_format
         self.readers = [CallReader(written) for _ in self.jobs] if written and self.body.usable_tools else []
         self.request.state.mode = self.jobs[0].choice.mode  # for the guard's count
+        self.scheduler.flush = partial(self.encoder.flush, asyncio.get_running_loop())
         self.scheduler.submit(*self.jobs)
         self.watch = asyncio.ensure_future(self._watch_client())
         if not self.body.stream:
             return JSONResponse(await self._whole())
         return StreamingResponse(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-    def _send(self, loop: asyncio.AbstractEventLoop, number: int, update: Update) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits any more
-            loop.call_soon_threadsafe(self.updates.put_nowait, (number, update))
 
     async def _encode(self) -> list[list[int]]:
         """Token ids of the prompts."""
@@ -158,7 +174,7 @@ class Completion:
             prompt,
             max_new_tokens=self._limit_length(len(prompt)),
             choice=self._choose_rule(sampling, edited=bool(edits)),
-            send=partial(self._send, asyncio.get_running_loop(), number),
+            send=partial(self.encoder.send, self.updates, number),
             stop=body.stop,
             stop_ids=body.stop_token_ids,
             ignore_eos=bool(body.ignore_eos),
@@ -272,7 +288,9 @@ class Completion:
                     yield self._tell(number, {"role": "assistant", "content": echo})
             while len(results) < len(self.jobs):
                 number, update = await self._next()
-                if update.text or update.pieces:
+                if update.text and not (self.readers or update.pieces):
+                    yield self._tell_text(number, update.text)
+                elif update.text or update.pieces:
                     delta, *others = self._deltas(number, update.text) or [{}]
                     more = _describe_tokens(update) if self.options.tokens else {}
                     yield self._tell(number, delta, logprobs=self._read_logprobs(number, len(update.pieces)), **more)
@@ -325,6 +343,12 @@ class Completion:
         """Events that say what is new about a job, one for each of its choices."""
         choices = self._choices(number, delta, finish, logprobs)
         return "".join(_event(self.head, choices=[choice], **more) for choice in choices)
+
+    def _tell_text(self, number: int, text: str) -> str:
+        """The same where a text is all that is new: only the text is encoded each time."""
+        if number not in self.templates:
+            self.templates[number] = self._tell(number, {"content": BLANK}).split(_dump(BLANK))
+        return _dump(text).join(self.templates[number])
 
     def _choices(self, number: int, message: Fields, finish: str | None, logprobs: Fields | None) -> list[Fields]:
         """The choices of a response that a job is for."""
@@ -396,4 +420,4 @@ def _describe_tokens(update: Update) -> Fields:
 
 
 def _event(data: Fields, **more: Any) -> str:
-    return f"data: {json.dumps({**data, **more}, ensure_ascii=False)}\n\n"
+    return f"data: {_dump({**data, **more})}\n\n"

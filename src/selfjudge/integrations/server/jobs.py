@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from selfjudge.decoding.adjust import LogProbabilities
 from selfjudge.decoding.edits import RowEdits
@@ -26,8 +26,7 @@ FAILURES: dict[Failure, tuple[int, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What is new about a job; the last update has a result or a failure."""
 
     text: str = ""

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -72,6 +72,7 @@ class Scheduler:
 
     shadow: ShadowJobs | None = None  # who decodes a share of the requests again; set before the start
     warm_up: WarmUp | None = None  # cycles that are captured while nobody waits; set before the start
+    flush: Callable[[], None] = staticmethod(ignore)  # called once jobs were sent what is new
 
     def __init__(self, pair: Pair, rules: Rules, config: ServerConfig, metrics: Metrics) -> None:
         self.pair, self.rules, self.config, self.metrics = pair, rules, config, metrics
@@ -183,6 +184,7 @@ class Scheduler:
                     self.warm_up.done = True
             for key in list(self._batches):
                 self._turn(key)
+                self.flush()
 
     @property
     def _captures(self) -> bool:
@@ -221,12 +223,14 @@ class Scheduler:
         """The job that enters after these: the first of the key that has the fewest answers, if there is room for it.
 
         With several keys none may hold the last places: each other key finds one."""
+        if not self._queue or len(self._jobs) + len(entering) >= self.config.max_batch:
+            return None
         under_way = [*self._jobs.values(), *entering]
         held = Counter(job.key for job in under_way if not job.background)
         places = max(1, self.config.max_batch - max(0, len(self.config.keys) - 1))  # of one key
         first = {job.key: job for job in reversed(self._queue)}
         fitting = [job for job in self._queue if first[job.key] is job and held[job.key] < places]
-        if not fitting or len(under_way) >= self.config.max_batch:
+        if not fitting:
             return None
         job = min(fitting, key=lambda candidate: held[candidate.key])
         own = {one.choice.key for one in (job, *under_way) if one.choice.shared is None}
@@ -246,6 +250,7 @@ class Scheduler:
                 stop=job.stop,
                 seed=job.seed,
                 streamed=job.streamed,
+                by_step=not job.detailed,
                 stop_ids=job.stop_ids,
                 ignore_eos=job.ignore_eos,
                 edits=job.edits,
@@ -304,6 +309,7 @@ class Scheduler:
             finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
             self._count(job, answer, finish)
         job.send(Update(result=result, failure=failure))
+        self.flush()
         if result is not None and self.shadow is not None:
             self.shadow.notice(job, result)
         if job.shadowed and self.shadow is not None:
