@@ -403,7 +403,7 @@ class Completion:
             "guarded_tokens": result.guarded_tokens,
             "tokens_per_second": len(result.tokens) / seconds if seconds else None,
             "speed_over_plain": result.speed_over_plain,
-            "busy": job.load.describe(),
+            "busy": job.load and job.load.describe(),
         }
         if self.options.judged_tokens:
             described["judged_tokens"] = [asdict(token) for token in result.judged_tokens]

@@ -56,7 +56,7 @@ class CompletionJob:
     key: int = 0  # the number of the client's API key
     arrived: float = field(default_factory=time.perf_counter)
     begun: float = 0.0  # time of its first token
-    load: LoadWatch = field(default_factory=LoadWatch)  # watches the machine from the beginning of its decoding on
+    load: LoadWatch | None = None  # watches the machine from the beginning of its decoding on
     shadowed: bool = False  # whether it is decoded a second time, exactly
     background: bool = False  # whether it is such a second answer, for which nobody waits
     over: bool = False

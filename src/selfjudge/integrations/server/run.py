@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import socket
@@ -171,6 +172,8 @@ async def run(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    gc.collect()
+    gc.freeze()  # else every full collection looks at all that is loaded, for tenths of a second
     listener.listen(128)  # whoever reads the line may connect at once
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
