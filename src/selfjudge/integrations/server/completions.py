@@ -50,6 +50,30 @@ Fields = dict[str, Any]  # of a JSON object
 _dump = json.JSONEncoder(ensure_ascii=False).encode  # one encoder for all: `json.dumps` would make one each time
 
 
+class Updates:
+    """What is new about the jobs of a request, for one reader; texts that wait come as one."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Update]] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, number: int, update: Update) -> None:
+        last, before = self._waiting[-1] if self._waiting else (-1, update)
+        if last == number and not (before.pieces or update.pieces or update.failure):
+            self._waiting[-1] = number, update._replace(text=before.text + update.text)
+        else:
+            self._waiting.append((number, update))
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> tuple[int, Update]:
+        """The next update, with the number of its job."""
+        if not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._waiting.popleft()
+
+
 class Encoder:
     """Encodes prompts in two threads, so that no short prompt waits behind a long one.
 
@@ -63,11 +87,11 @@ class Encoder:
         own = [replace(pair, tokenizer=copy.deepcopy(pair.tokenizer)) for _ in range(2)]
         self._threads = [(one, ThreadPoolExecutor(1, "tokenize")) for one in own]
         self.pair, self.tool_format, self._compiling = pair, ToolFormat.of(pair), ThreadPoolExecutor(2, "grammar")
-        self._sent: deque[tuple[asyncio.Queue[tuple[int, Update]], int, Update]] = deque()
+        self._sent: deque[tuple[Updates, int, Update]] = deque()
         with contextlib.suppress(SelfJudgeError):  # the first grammar of a pair takes a second, as nothing else runs
             compile_grammar(pair, "start: /a/")
 
-    def send(self, updates: asyncio.Queue[tuple[int, Update]], number: int, update: Update) -> None:
+    def send(self, updates: Updates, number: int, update: Update) -> None:
         """Take what is new about a job, in the decoding thread, until `flush` is called."""
         self._sent.append((updates, number, update))
 
@@ -79,8 +103,8 @@ class Encoder:
 
     def _deliver(self) -> None:
         while self._sent:
-            updates, *update = self._sent.popleft()
-            updates.put_nowait(tuple(update))
+            updates, number, update = self._sent.popleft()
+            updates.put(number, update)
 
     async def encode(self, prompt: str | list[Fields], size: int, template: Fields | None = None) -> list[int]:
         """Token ids of a text, or of messages through the chat template with its variables; `size` in bytes."""
@@ -106,7 +130,7 @@ class Completion:
         self.request, self.body, self.options = request, body, body.selfjudge or SelfJudgeOptions()
         self.chat = isinstance(body, ChatRequest)
         self.told, self.offsets = Counter[int](), Counter[int]()  # tokens and characters told with log-probabilities
-        self.updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()  # each with the number of its job
+        self.updates = Updates()
         self.templates: dict[int, list[str]] = {}  # of the events of each job: what stands around its text
         kind = ("chat.completion.chunk" if body.stream else "chat.completion") if self.chat else "text_completion"
         number = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
