@@ -27,11 +27,13 @@ from selfjudge.decoding.rules import EXACT, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.server.completions import Updates
 from selfjudge.integrations.server.config import listen
+from selfjudge.integrations.server.jobs import Update
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import Generation
+from selfjudge.types import Generation, Piece
 from servers import WINDOW, Server, save
 
 
@@ -700,3 +702,24 @@ def test_the_certificate_is_watched_while_serving(
     assert (last.choices[0].message.content == lossless.choices[0].message.content) == bad
     assert server.send("GET", "/v1/models/tiny")[2]["selfjudge"]["rule"] == last.selfjudge["rule"]
     assert sorted(path.name for path in tmp_path.rglob("*.json*")) == ["certificate.json", "recipe.json"]
+
+
+def test_texts_that_wait_for_one_client_are_one_update() -> None:
+    result = Generation((1,), ("target",), "abc", 0, "length", 1)
+    piece = Piece("x", 1, "target")
+
+    async def read() -> list[tuple[int, Update]]:
+        updates = Updates()
+        reader = asyncio.ensure_future(updates.get())
+        await asyncio.sleep(0)
+        for number, update in (
+            (0, Update("a")), (0, Update("b")), (1, Update("c")), (1, Update("d", [piece])), (1, Update("e", [piece])),
+            (0, Update("f")), (0, Update(result=result)), (1, Update("g")), (1, Update(failure="error")),
+        ):  # fmt: skip
+            updates.put(number, update)
+        return [await reader, *[await updates.get() for _ in range(6)]]
+
+    assert asyncio.run(read()) == [
+        (0, Update("ab")), (1, Update("c")), (1, Update("d", [piece])), (1, Update("e", [piece])),
+        (0, Update("f", result=result)), (1, Update("g")), (1, Update(failure="error")),
+    ]  # fmt: skip

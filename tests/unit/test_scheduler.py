@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -304,12 +305,28 @@ def test_the_load_is_looked_at_once_an_answer(begin: Begin, monkeypatch: pytest.
     scheduler, reads = begin(), []
     monkeypatch.setattr("selfjudge.store.run_folder._read_clocks", lambda: (reads.append(1), (0.0, 0.0, 0.0))[1])
     asked, updates = job(scheduler, tokens=30)
-    waiting = asked.load
     scheduler.submit(asked)
+    assert asked.load is None
     scheduler.start()
     assert last(updates).result.cycles > 5
-    assert asked.load is not waiting
-    assert len(reads) == 2
+    assert asked.load is not None
+    assert len(reads) == 1
+
+
+def test_all_rows_of_a_pass_are_flushed_together(begin: Begin) -> None:
+    """So that the event loop is woken once for them, and never without news."""
+    scheduler, sent, flushed = begin(), [], []
+    scheduler.flush = lambda: flushed.append(len(sent))
+    for number in range(3):
+        asked, _ = job(scheduler, tokens=12)
+        asked.streamed, asked.send = True, partial(lambda n, update: sent.append((n, update)), number)
+        scheduler.submit(asked)
+    scheduler.start()
+    while sum(update.result is not None for _, update in list(sent)) < 3:
+        time.sleep(0.01)
+    scheduler.stop()
+    assert flushed[-1] == len(sent)
+    assert len(set(flushed)) < len(sent)
 
 
 def test_captures_that_are_left_follow_while_it_is_idle(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models import load as loading
 from selfjudge.models.load import Draft, Target
 from selfjudge.models.pair import Pair
-from selfjudge.types import Generation
+from selfjudge.types import Generation, Piece
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -76,6 +76,35 @@ def test_detokenizer_waits_for_whole_characters(byte_tokenizer: PreTrainedTokeni
     assert "".join(pieces) == text
     assert "" in pieces
     assert not any("\ufffd" in p for p in pieces)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 50])
+def test_steps_have_the_text_of_their_tokens(byte_tokenizer: PreTrainedTokenizerFast, size: int) -> None:
+    text = "naïve 🎉 — 日本語, plain"
+    ids = byte_tokenizer.encode(text, add_special_tokens=False)
+    single, grouped, shown = Detokenizer(byte_tokenizer), Detokenizer(byte_tokenizer), ""
+    for begin in range(0, len(ids), size):
+        step = ids[begin : begin + size]
+        new = grouped.add(*step)
+        assert new == "".join(map(single.add, step))
+        shown += new
+    assert shown + grouped.rest() == text
+
+
+def test_by_step_a_step_is_one_piece_with_the_same_text(byte_pair: Pair) -> None:
+    pieces: dict[bool, list[list[Piece]]] = {True: [], False: []}
+    answers = {}
+    for by_step, steps in pieces.items():
+        batch = Batch(byte_pair, "exact", gamma=3)
+        answers[by_step] = batch.add([5, 6, 7], max_new_tokens=40, by_step=by_step)
+        while len(batch):
+            steps += [new for _, new in batch.step()]
+        batch.close()
+    texts = {by_step: ["".join(piece.text for piece in new) for new in steps] for by_step, steps in pieces.items()}
+    assert texts[True] == texts[False]
+    assert {len(new) for new in pieces[True]} == {1}
+    assert answers[True].tokens == answers[False].tokens
+    assert answers[True].origins == answers[False].origins
 
 
 def test_detokenizer_gives_up_incomplete_characters_at_the_end(byte_tokenizer: PreTrainedTokenizerFast) -> None:
