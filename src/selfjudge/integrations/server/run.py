@@ -22,11 +22,6 @@ from selfjudge.integrations.server.playground import describe
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.tune.recipe import Recipe
 
-try:
-    from uvloop import new_event_loop  # where it is installed: about half the processor time of an event
-except ImportError:
-    from asyncio import new_event_loop
-
 
 class Connection(H11Protocol):
     """uvicorn's connection, with time limits for the head of a request and for the reader of an answer, and a limit on
@@ -142,8 +137,7 @@ def serve(scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, 
     `notify` is called with four lines once requests are welcome: where the API is, where the playground, what rule
     decides, and that the server is ready."""
     try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(run(scheduler, recipe, listener, notify))
+        asyncio.run(run(scheduler, recipe, listener, notify))
     finally:
         scheduler.stop()
         listener.close()
