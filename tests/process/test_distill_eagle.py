@@ -117,7 +117,7 @@ def test_attention_over_true_entries_and_the_chain(groups: int) -> None:
 
 
 def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eagle_module, "LOSS_ROWS", 4)
+    monkeypatch.setattr(eagle_module, "HEAD_ROWS", 4)
     target = tiny_model(num_hidden_layers=4)
     corpus = corpus_of([(3, 6), (2, 9), (5, 1), (4, 2)])
     learner, rows = learner_of(target, corpus), torch.arange(4)
