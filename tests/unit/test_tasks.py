@@ -125,9 +125,18 @@ def _truncated(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def _contest(folder: Path, **tests: Any) -> None:
+    row = {"question_id": "q0", "question_content": "Add.", "starter_code": "", "metadata": "{}", **tests}
+    (folder / "livecodebench" / "release_v1_public_tests.jsonl").write_text(json.dumps(row))
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
+        *(
+            (lambda data, tests=tests: [_contest(data, **tests), load_task("livecodebench", data).examples("all")], "livecodebench: problem q0 has no tests")
+            for tests in ({}, {"public_test_cases": "[]"}, {"public_test_cases": "[1"}, {"sample_tests_parsed": [{"input": ""}], "func_name": None})
+        ),
         (lambda data: load_task("no-such-task", data), "unknown task 'no-such-task'; tasks are: gsm8k"),
         (lambda data: load_task("arithmetics", data), "unknown task 'arithmetics': do you mean arithmetic?"),
         (lambda data: load_task("gsm8k", data).examples("validation"), "no split 'validation'; it has: train, test"),

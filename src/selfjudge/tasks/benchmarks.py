@@ -356,17 +356,23 @@ class LiveCodeBench(
 
     def _row(self, row: Row) -> Row:
         """Both files' columns, made the same."""
-        if "sample_tests_parsed" in row:
-            tests, function = row["sample_tests_parsed"], row["func_name"]
-        else:
-            tests, function = json.loads(row["public_test_cases"]), json.loads(row["metadata"]).get("func_name")
+        try:
+            if "sample_tests_parsed" in row:
+                tests, function = row["sample_tests_parsed"], row["func_name"]
+            else:
+                tests, function = json.loads(row["public_test_cases"]), json.loads(row["metadata"]).get("func_name")
+            tests = [{"input": test["input"], "output": test["output"]} for test in tests]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            tests = []
+        if not tests:
+            raise SelfJudgeError(f"{self.name}: problem {row['question_id']} has no tests that can be read")
         return {
             "id": f"livecodebench-{row['question_id']}",
             "question_id": row["question_id"],
             "question": row["question_content"],
             "starter_code": row["starter_code"],
             "function": function,
-            "tests": [{"input": test["input"], "output": test["output"]} for test in tests],
+            "tests": tests,
         }
 
     def prompt(self, row: Row) -> str:
