@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from conftest import VOCAB, tiny_head, tiny_model
 from proposals import head_logits
 from runs import label_settings as settings_of, prompts_file
+from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import MeaningCheck, Original, OutcomeCheck, Substitution, decode_many
 from selfjudge.label.methods import (
@@ -97,7 +99,9 @@ def test_responses_of_one_token_have_no_place_to_label(tiny_pair: Pair, prompts:
         ({"calibrate": "nothing", "tau": None}, "checkable"),
         ({"calibrate": "gsm8k"}, "not both"),
         ({"tau": float("nan")}, "finite number"),
-        ({"method": "autojudge"}, r"autojudge\+"),
+        ({"method": "autojudge", "tau": None}, r"autojudge\+"),
+        ({"method": "consequences"}, "`method` consequences has no τ"),
+        ({"method": "autojudge+", "tau": None, "calibrate": "arithmetic"}, r"`method` autojudge\+ has no τ"),
         ({"prompts": ("gsm8k:5x3",)}, "one answer a prompt"),
     ],
 )
@@ -108,6 +112,25 @@ def test_wrong_settings_are_refused_before_anything_is_written(
         label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts, **options))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "labels").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no τ is known"),  # for the head
+        (["--draft", "qwen2.5-coder-1.5b/draft"], "loading"),
+        (["--backend", "vllm"], "loading"),  # takes the small draft by itself
+    ],
+)
+def test_the_shipped_tau_of_a_draft_is_known_before_it_is_loaded(
+    words: list[str], said: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> Pair:
+        raise SelfJudgeError("loading")
+
+    monkeypatch.setattr("selfjudge.cli.train._load_pair", load)
+    asked = ["--pair", "qwen2.5-coder-1.5b", *words, "--prompts", prompts, "--out", str(tmp_path / "labels")]
+    assert said in str(CliRunner().invoke(app, ["label", *asked]).exception)
 
 
 def test_without_a_tau_the_way_to_one_is_told(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:

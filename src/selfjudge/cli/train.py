@@ -14,9 +14,9 @@ from selfjudge.cli.options import BackendOptions, Data, DeviceOptions, Options, 
 from selfjudge.cli.output import Progress, print_text, waiting, warn
 from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
+from selfjudge.label.config import LabelConfig, refuse_quantised
 from selfjudge.label.folder import read_manifest, summarise_labels
-from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.models.catalogue import EMBEDDED, find_embedded
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, read_json, refuse_foreign
 from selfjudge.store.schema import RunRecord
@@ -38,12 +38,11 @@ def label(
     """
     config = replace(config, backend=where.backend)
     refuse_quantised(models.dtype)
-    folder = RunFolder(out, done="manifest.json")
-    folder.claim(resume=resume)
-    if config.takes_shipped_tau and not resume:
-        require_tau(models.name, None, config.suffix_length)
-    if not folder.begun:
-        config.check_prompts(data)
+    if where.backend == "vllm" and models.draft is None and models.name in EMBEDDED:  # a head would be in vLLM alone
+        models = replace(models, draft=f"{models.name}/draft")
+    embedded, part = find_embedded(models.draft or "") or (None, "")
+    draft_sha256 = embedded.draft_sha256 if embedded is not None and part == "draft" else None
+    config.claim(out, data, resume, models.name, draft_sha256)
 
     pair = _load_pair(where, models)
     with Progress(resume="go on with --resume") as update:
@@ -58,8 +57,6 @@ def _load_pair(where: BackendOptions, models: PairOptions) -> selfjudge.Pair:
     """The pair; its target runs in this process or in vLLM."""
     if where.backend != "vllm":
         return models.load(full_precision=True)
-    if models.draft is None and models.name in EMBEDDED:  # a head would be in vLLM alone
-        models = replace(models, draft=f"{models.name}/draft")
     pair, model, options = where.outline(models)
 
     from selfjudge.integrations.vllm.backend import VllmBackend
@@ -125,9 +122,7 @@ def distill(
         raise SelfJudgeError("this needs full precision: `dtype` q4 cannot be used")
     models = PairOptions(**vars(hardware), pair=target)
     models.check()
-    folder = RunFolder(out)  # what is wrong is said before the models are loaded
-    folder.claim(own=("work",))
-    if not folder.begun:
+    if not RunFolder(out).claim(own=("work",)):  # what is wrong is said before the models are loaded
         check_readable(config.sources, data)
 
     pair = models.load(needs_draft=False, full_precision=True)

@@ -42,8 +42,7 @@ def distill_draft(
     if not pair.tokenizer.chat_template:
         raise SelfJudgeError(f"{pair.target_id} has no chat template: a draft learns from answers to chat prompts")
     run = RunFolder(out)
-    run.claim(own=("work",))  # a checkpoint of the training may be brought along
-    if not run.begun:
+    if not run.claim(own=("work",)):  # a checkpoint of the training may be brought along
         check_readable(config.sources, data)
     settings = {**config.as_settings(), "target": pair.target_sha256}
     try:

@@ -100,7 +100,6 @@ class MeaningCheck(OutcomeCheck):
 
     def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[bool]:
         pair, texts = self.pair, decode_many(self.pair, responses)
-        first = [s.original.answer for s in substitutions]
         questions = [
             SAME_QUESTION.format(request=join_messages(s.original.row["request"]), first=s.original.answer, second=text)
             for s, text in zip(substitutions, texts, strict=True)
@@ -108,7 +107,7 @@ class MeaningCheck(OutcomeCheck):
         encoded = pair.encode_many(questions)
         fitting = [i for i, ids in enumerate(encoded) if len(ids) + VERDICT_TOKENS <= context_window(pair.target)]
         self.unclear += len(encoded) - len(fitting)  # too long to be asked
-        kept = [text == other for text, other in zip(first, texts, strict=True)]
+        kept = [text == s.original.answer for s, text in zip(substitutions, texts, strict=True)]
         answers = answer_prompts(pair, [encoded[i] for i in fitting], VERDICT_TOKENS, self.batch)
         for i, verdict in zip(fitting, decode_many(pair, [tokens for tokens, _ in answers]), strict=True):
             named = re.search("SAME|DIFFERENT", verdict.upper())  # the first of them counts

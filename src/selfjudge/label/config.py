@@ -7,9 +7,11 @@ from typing import Any
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import Source, apply_limit, check_readable, hash_files
-from selfjudge.store import read_json
-from selfjudge.store.schema import TauFile
+from selfjudge.store import RunFolder, read_json
+from selfjudge.store.schema import LabelManifest, TauFile
 from selfjudge.tasks import is_task, load_task
+from selfjudge.tasks.benchmarks import CodeTask
+from selfjudge.tasks.sandbox.runner import check_isolation
 from selfjudge.types import check_settings, setting
 
 METHODS = ("selfjudge", "autojudge", "autojudge+", "consequences")
@@ -48,14 +50,26 @@ class LabelConfig:
             raise SelfJudgeError(f"a label needs one answer a prompt: leave out xANSWERS of {wrong[0]}")
         if self.tau is not None and self.calibrate is not None:
             raise SelfJudgeError("give `tau` or `calibrate`, not both")
+        if self.method != "selfjudge" and (self.tau is not None or self.calibrate is not None):
+            raise SelfJudgeError(f"`method` {self.method} has no τ: leave out `tau` and `calibrate`")
         if self.method == "autojudge" and (wrong := [s.name for s in sources if not is_checkable(s.name)]):
             raise SelfJudgeError(f"{wrong[0]} has no checkable answers: `method` autojudge+ takes such prompts")
 
-    def check_prompts(self, data: Path | None) -> None:
-        """Refuse prompts that cannot be read, before any model is loaded."""
-        check_readable(self.sources(), data)
-        if self.calibrate is not None:
-            check_readable([Source(self.calibrate, self.calibrate_prompts)], data)
+    def claim(self, out: Path, data: Path | None, resume: bool, target: str, draft_sha256: str | None) -> RunFolder:
+        """The folder of a run, once what would fail late is refused: files of others, prompts that cannot be read, a τ
+        that cannot be had, code that cannot be run. A hash of None means that the draft is not known yet."""
+        folder = RunFolder(out, done="manifest.json", schema=LabelManifest)
+        if folder.claim(resume=resume):
+            return folder
+        search = [Source(self.calibrate, self.calibrate_prompts)] if self.calibrate is not None else []
+        check_readable([*self.sources(), *search], data)
+        if self.takes_shipped_tau:
+            require_tau(target, draft_sha256, self.suffix_length)
+        checked = search if self.method == "selfjudge" else self.sources()
+        programs = any(is_task(source.name) and isinstance(load_task(source.name), CodeTask) for source in checked)
+        if programs and not self.allow_unsafe:
+            check_isolation()
+        return folder
 
     @property
     def takes_shipped_tau(self) -> bool:

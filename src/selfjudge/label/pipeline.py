@@ -28,10 +28,8 @@ from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Collector
 from selfjudge.prompts.sources import Source
 from selfjudge.store import RunFolder, read_rows, sha256, write_rows
-from selfjudge.store.schema import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
-from selfjudge.tasks import is_task, load_task
-from selfjudge.tasks.benchmarks import CodeTask
-from selfjudge.tasks.sandbox.runner import check_isolation
+from selfjudge.store.schema import CalibrationSeal, LabelPrompt, LabelShard, PromptsSeal, Response
+from selfjudge.tasks import load_task
 from selfjudge.types import Notify, Tell, Warn, ignore
 
 SHARD = 64  # responses
@@ -84,10 +82,7 @@ def label_pair(
     refuse_quantised(pair.dtype)
     if config.batch is None:
         config = replace(config, batch=1024 if pair.target.device.type == "cuda" else 64)
-    folder = RunFolder(out, done="manifest.json", schema=LabelManifest)
-    folder.claim(resume=resume)
-    if not folder.begun:
-        _check_possible(pair, config, data)
+    folder = config.claim(out, data, resume, pair.target_id, pair.draft_sha256)
     settings = {
         **config.as_settings(),
         "target": pair.target_sha256 or pair.target_id,
@@ -101,19 +96,6 @@ def label_pair(
             folder.reopen()
             warn(f"a file of {out} is damaged: making it again")
         return _label(_LabelRun(pair, config, folder, data, notify, warn))
-
-
-def _check_possible(pair: Pair, config: LabelConfig, data: Path | None) -> None:
-    """Refuse early what would fail late: unreadable prompts, a τ that cannot be had, code that cannot be run."""
-    config.check_prompts(data)
-    sources = config.sources() if config.method != "selfjudge" else []
-    checked = [source.name for source in sources if is_task(source.name)]
-    if config.calibrate:
-        checked.append(config.calibrate)
-    if config.takes_shipped_tau:
-        require_tau(pair.target_id, pair.draft_sha256, config.suffix_length)
-    if any(isinstance(load_task(name), CodeTask) for name in checked) and not config.allow_unsafe:
-        check_isolation()
 
 
 def _label(run: _LabelRun) -> dict[str, Any]:
@@ -196,12 +178,10 @@ def _collect(run: _LabelRun, sources: Sequence[Source]) -> tuple[list[Row], dict
 def _find_tau(run: _LabelRun) -> dict[str, Any]:
     """τ and how it was found: given, calibrated here, or shipped with the pair."""
     config = run.config
-    if config.tau is not None:
-        return {"tau": config.tau, "given": True}
-    if config.calibrate is None:
-        if not config.takes_shipped_tau:
-            return {"tau": None}
+    if config.takes_shipped_tau:
         return require_tau(run.pair.target_id, run.pair.draft_sha256, config.suffix_length)
+    if config.calibrate is None:
+        return {"tau": config.tau, "given": config.tau is not None}
     if (seal := run.folder.sealed("calibration", schema=CalibrationSeal)) is not None:
         return {key: value for key, value in seal.items() if key not in ("files", "made_from")}
     prompts, _ = _collect(run, [Source(config.calibrate, config.calibrate_prompts)])

@@ -124,13 +124,14 @@ class RunFolder:
     def begun(self) -> bool:
         return (self.path / "settings.json").is_file()
 
-    def claim(self, *, resume: bool = True, own: Collection[str] = ()) -> None:
-        """Refuse a folder that somebody else's files are in and, without `resume`, one that a run was begun in. Writes
-        nothing. `own` names files that may be in a folder where no run was begun."""
+    def claim(self, *, resume: bool = True, own: Collection[str] = ()) -> bool:
+        """Whether a run was begun in the folder, which is refused without `resume`, as is a folder with files of others
+        than `own` where none was begun. Writes nothing."""
         if not self.begun:
             refuse_foreign(self.path, own)
         elif not resume:
             raise SelfJudgeError(f"{self.path} was begun already: go on with `resume`, or name another `out`")
+        return self.begun
 
     @contextlib.contextmanager
     def working(self, settings: Mapping[str, Any], *, free: Collection[str] = ()) -> Iterator[dict[str, Any]]:
