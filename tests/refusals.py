@@ -175,6 +175,8 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "minutes": [*distill, "--minutes", "0"],
         "method": [*label, *new, "--method", "magic"],
         "both taus": [*label, *new, "--tau", "-5", "--calibrate", "arithmetic"],
+        "tau of consequences": [*label, *new, "--method", "consequences", "--tau", "-5"],
+        "calibration of consequences": [*label, *new, "--method", "consequences", "--calibrate", "arithmetic"],
         "uncheckable": [*label, *new, "--calibrate", "dolly"],
         "open prompts": [*label, *new, "--method", "autojudge"],
         "limit of counts": ["label", *target, *draft, "--prompts", "self:500", "--limit", "50", *new],
@@ -256,6 +258,10 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "no answers": [*tune, "--measure", "score"],
         "no answers to find": [*tune, "--measure", "same_answer"],
         "no judge to tune": [*tune, "--families", "judged"],
+        "a judge that no family uses": [
+            "tune", "--tasks", "arithmetic", "--epsilon", "0.3", "--families", "margin", *new, *target, *draft,
+            "--judge", str(folder / "plain"),
+        ],
         "fly alone at a small gamma": [*tune, "--families", "fly", "--gamma", "2"],
         "unknown task to tune on": ["tune", "--tasks", "nobody", *new],
         "no recipe": [*ask, "--recipe", str(folder / "nowhere")],
@@ -268,6 +274,8 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "shadow of exact": ["serve", "--recipe", str(folder / "tuned-exact"), "--shadow", "0.1"],
         "vllm and a recipe of others": [*vllm, "--recipe", str(folder / "tuned")],
         "recipe and rule": [*ask, "--recipe", str(folder / "tuned"), "--rule", "topk:2"],
+        "export of a recipe at another gamma": ["export", *new, "--recipe", str(folder / "tuned"), "--gamma", "7"],
+        "bench of a recipe at other gammas": ["bench", "--recipe", str(folder / "tuned"), "--gammas", "2,4"],
         "a demo into a folder": ["demo", "--out", str(folder)],
         "preset": ["reproduce", "--preset", "huge", *new],
     }  # fmt: skip

@@ -13,6 +13,7 @@ import typer
 import selfjudge
 from selfjudge.bench.config import DecodeBenchConfig, DemoConfig
 from selfjudge.cli.options import (
+    RECIPE_IS_COMPLETE,
     SMALL,
     AnsweringPair,
     AsJson,
@@ -25,6 +26,7 @@ from selfjudge.cli.options import (
 )
 from selfjudge.cli.output import Progress, figure, fill_text, print_json, print_rows, print_text, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
+from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import BUILT_IN, read_prompts
 from selfjudge.report.demo import COLUMNS, demo_page, describe_next, describe_result, gain_table, mark_substitutions
@@ -52,6 +54,8 @@ def bench(
     Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
     """
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
+    if recipe is not None and config.gammas != DecodeBenchConfig.gammas:
+        raise SelfJudgeError(RECIPE_IS_COMPLETE)
     setup = Setup.of(recipe, models, request)
     models = setup.models
     wanted = setup.request != OPEN_REQUEST or (judged and models.shipped_judge)

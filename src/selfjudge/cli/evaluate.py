@@ -170,6 +170,8 @@ def tune(
 
     Example: selfjudge tune --prompts mine.jsonl --load 1,8,64 --out tuned
     """
+    if judge is not None and "judged" not in config.families:
+        raise SelfJudgeError("no family in `families` uses a judge: leave out `judge`, or add judged")
     RunFolder(out, done=RECIPE).claim(resume=resume)
     source = judge or models.shipped_judge
     known = None if source is None else JudgeConfig.from_pretrained(source)

@@ -40,7 +40,7 @@ def pull(
 
 def export(
     out: Annotated[Path, typer.Option(help="Folder of the exported head.")],
-    gamma: Annotated[int, typer.Option(help="Tokens that are drafted at a time.", min=1, max=MAX_GAMMA)] = 5,
+    gamma: Annotated[int | None, typer.Option(help="Tokens drafted at a time; else 5.", min=1, max=MAX_GAMMA)] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="What is to load the head.")] = "vllm",
     rule: Annotated[str | None, typer.Option(help="Such as margin:0.5, in SGLang sglang:0.3; else exact.")] = None,
     recipe: RecipeFolder = None,
@@ -53,10 +53,10 @@ def export(
 
     Example: selfjudge export --engine sglang --pair qwen2.5-coder-1.5b --rule sglang:0.3 --out for-sglang
     """
-    setup = Setup.of(recipe, models, RuleRequest(rule))
+    setup = Setup.of(recipe, models, RuleRequest(rule, gamma=gamma))
     if setup.request.gamma == 0:
         raise SelfJudgeError(f"{recipe} decodes plainly (γ 0): no draft is needed for it")
-    models, gamma = setup.models, setup.recipe.gamma if setup.recipe else gamma
+    models, gamma = setup.models, setup.recipe.gamma if setup.recipe else gamma or 5
     draft, chosen = draft_for(models.name, models.draft), setup.resolve()
     if engine == "sglang":
         sglang.check(chosen)
