@@ -198,12 +198,12 @@ def others() -> Figures:
             ]
             mean = {key: sum(run[key] for run in runs) / len(runs) for key in ("m_ratio", "delta_score")}
             rows[f"judge-{name}-{threshold}"] = {"gain": mean["m_ratio"] - 1, "points": 100 * mean["delta_score"]}
+    for run in read(OVER_HTTP)["servers"]["ours"]["rows"]:
+        columns = {"rate": run["tokens_per_second"], "p50": run["first_token"]["p50_ms"]}
+        rows[f"http-{run['task']}-{run['clients']}"] = columns
     for name, file in LOADS.items():
-        for run in read(file)["levels"]:
-            rows[f"load-{name}-{run['clients']}"] = {
-                "rate": run["tokens_per_second"], "requests": run["compared"], "equal": run["equal"],
-                "p50": run["first_token"]["p50_ms"], "step": run["step"]["p50_ms"],
-            }  # fmt: skip
+        run = read(file)["levels"][-1]  # the most clients
+        rows[f"load-{name}"] = {"clients": run["clients"], "n": run["compared"], "equal": run["equal"]}
     for name, file in SMOLLM2.items():
         measured = read(file)
         runs = {run["name"]: run for run in measured["runs"] if run["name"] == "selfjudge-plain"}
@@ -392,32 +392,27 @@ SMOLLM2 = {
     "two ARM cores, float32, int8 draft": "results/speed/cpu-2core/decode-float32.json",
     "two ARM cores, int8": "results/speed/cpu-2core/decode-int8.json",
 }
-LOADS = {
-    "Qwen, H200": "results/load/h200-qwen2.5-coder-1.5b.json",
-    "SmolLM2 in 4 bits, ARM": "results/load/cpu-2core-smollm2-135m-q4.json",
-}
+LOADS = {"h200": "results/load/h200-qwen2.5-coder-1.5b.json", "arm": "results/load/cpu-2core-smollm2-135m-q4.json"}
+OVER_HTTP = "results/load/h200-http.json"
 
 
-def load() -> str:
-    rows = []
-    for name, file in LOADS.items():
-        for run in read(file)["levels"]:
-            if run["clients"] == 32:
-                continue
-            row = figures()[f"load-{name}-{run['clients']}"]
-            equal = f"{row['equal']:,} of {row['requests']:,}"
-            rows.append([name, run["clients"], *(number(row[key]) for key in ("rate", "p50", "step")), equal])
-    head = ["", "clients", "tokens/s", "first token, ms", "step, ms", "equal to the answer given alone"]
-    return markdown_table(head, rows)
+def over_http() -> str:
+    known, clients = figures(), dict.fromkeys(run["clients"] for run in read(OVER_HTTP)["servers"]["ours"]["rows"])
+    rows = [
+        [f"{task_title(task)}, {title}", *(number(known[f"http-{task}-{n}"][key]) for n in clients)]
+        for key, title in (("rate", "tokens/s"), ("p50", "first token, ms"))
+        for task in ("gsm8k", "dolly")
+    ]
+    return markdown_table(["clients", *map(str, clients)], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "engines": engines, "beside vllm": beside_vllm_table, "beside llama": beside_llama_table,
     "speed by task": speed_by_task, "speed by rows": speed_by_rows, "drafts": drafts, "relaxed": relaxed,
-    "relaxing": relaxing, "regime": regime, "load": load,
+    "relaxing": relaxing, "regime": regime, "over http": over_http,
 }  # fmt: skip
 FORMATS: dict[str, Callable[[float], str]] = {
-    "same": share, "top1": share, "gain": change, "points": points, "score": lambda x: f"{100 * x:.1f}", "gamma": lambda x: f"{x:.1f}",
+    "same": share, "top1": share, "gain": change, "points": points, "score": lambda x: f"{100 * x:.1f}", "gamma": lambda x: f"{x:.1f}".removesuffix(".0"),
     "size": size, "longer": lambda x: f"{x:+.0f} %",
 }  # fmt: skip
 
