@@ -312,19 +312,9 @@ class Completion:
                     yield self._tell(number, {"role": "assistant", "content": echo})
             while len(results) < len(self.jobs):
                 number, update = await self._next()
-                if update.text and not (self.readers or update.pieces):
-                    yield self._tell_text(number, update.text)
-                elif update.text or update.pieces:
-                    delta, *others = self._deltas(number, update.text) or [{}]
-                    more = _describe_tokens(update) if self.options.tokens else {}
-                    yield self._tell(number, delta, logprobs=self._read_logprobs(number, len(update.pieces)), **more)
-                    for delta in others:
-                        yield self._tell(number, delta)
-                if (result := update.result) is not None:
-                    results.append(result)
-                    for delta in self._deltas(number, "", last=True):
-                        yield self._tell(number, delta)
-                    yield self._tell(number, {}, self._finish(number, result), selfjudge=self._describe(number, result))
+                yield self._tell_update(number, update)
+                if update.result is not None:
+                    results.append(update.result)
             if usage:
                 yield _event(self.head, choices=[], usage=self._usage(results))
             yield "data: [DONE]\n\n"
@@ -332,6 +322,23 @@ class Completion:
             yield _event(error.body)
         finally:
             self._end()
+
+    def _tell_update(self, number: int, update: Update) -> str:
+        """Events that say what an update says."""
+        if update.result is None and not (self.readers or update.pieces):
+            return self._tell_text(number, update.text)
+        events = []
+        if update.text or update.pieces:
+            delta, *others = self._deltas(number, update.text) or [{}]
+            more = _describe_tokens(update) if self.options.tokens else {}
+            logprobs = self._read_logprobs(number, len(update.pieces))
+            events = [self._tell(number, delta, logprobs=logprobs, **more)]
+            events += [self._tell(number, other) for other in others]
+        if (result := update.result) is not None:
+            events += [self._tell(number, delta) for delta in self._deltas(number, "", last=True)]
+            described = self._describe(number, result)
+            events.append(self._tell(number, {}, self._finish(number, result), selfjudge=described))
+        return "".join(events)
 
     def _message(self, number: int, result: Generation) -> Fields:
         """The message of an answer, put together from what would be streamed."""
