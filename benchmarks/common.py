@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from selfjudge.models.pair import Prompt
-from selfjudge.prompts.sources import BUILT_IN, read_prompts
-from selfjudge.tasks import is_task, load_task
+if TYPE_CHECKING:
+    from selfjudge.models.pair import Prompt
 
 START = time.monotonic()
 
@@ -18,6 +18,10 @@ def say(*parts: object) -> None:
 
 def read_task_prompts(name: str, data: Path | None, count: int) -> list[Prompt]:
     """The first prompts of a task's test split, of a prompts file, or of the `built-in` ones."""
+    # here, so that processes which only ask a server do not wait for torch
+    from selfjudge.prompts.sources import BUILT_IN, read_prompts
+    from selfjudge.tasks import is_task, load_task
+
     if name == "built-in":
         return [text for _, text in BUILT_IN[:count]]
     if not is_task(name):
