@@ -107,7 +107,7 @@ class LabelledRows:
             folders=list(folders),
             manifests=manifests,
             hidden_size=int(manifests[0]["hidden_size"]),
-            taus=[manifest["tau"] for manifest in manifests],
+            taus=[manifest["tau"] if manifest["method"] == "selfjudge" else None for manifest in manifests],
             suffix_lengths=[manifest["suffix_length"] for manifest in manifests],
             keys=list(numbers),
             n_prompts=len(numbers),
