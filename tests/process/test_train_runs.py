@@ -50,7 +50,7 @@ def test_nothing_is_written_where_there_are_no_labels(tmp_path: Path) -> None:
 
 
 def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: Path) -> None:
-    with pytest.raises(SelfJudgeError, match=r"scores of 6 tokens: label again with a `suffix_length` of 7") as error:
+    with pytest.raises(SelfJudgeError, match=r"scores of 6 tokens: label again with `suffix_length` 7") as error:
         train_judge([labels], tmp_path / "judge", TrainConfig(suffix_length=7, tau=-1.0))
     assert "\n" not in str(error.value)
 

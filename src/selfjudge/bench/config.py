@@ -28,9 +28,7 @@ class DemoConfig:
     limit: int = setting(6, "How many of the built-in prompts.", minimum=1)
     max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")
-    quick: bool = setting(
-        False, "The shortest demo: two turns, two prompts of 48 tokens, no labels, no checkpoints on the disk."
-    )
+    quick: bool = setting(False, "The shortest demo: two turns, two prompts of 48 tokens, no labels, no checkpoints.")
 
     @property
     def as_asked(self) -> DemoConfig:

@@ -208,7 +208,5 @@ def limit_request(request: Request, window: int) -> Request:
     if not length:
         raise SelfJudgeError("the prompt is empty: give at least one token")
     if length >= window:
-        raise SelfJudgeError(
-            f"the prompt has {length} tokens and the context window holds {window}: shorten the prompt"
-        )
+        raise SelfJudgeError(f"the prompt has {length} tokens and the context window holds {window}: shorten it")
     return request._replace(max_new_tokens=min(request.max_new_tokens, window - length))

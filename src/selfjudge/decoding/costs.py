@@ -165,9 +165,7 @@ class CostTable:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._path, {"shape": self.shape, "cycles": known})
         except (OSError, SelfJudgeError) as error:
-            warnings.warn(
-                f"speeds are measured again next time: {self._path} cannot be written ({error})", stacklevel=2
-            )
+            warnings.warn(f"speeds are measured again next time: {self._path} cannot be written: {error}", stacklevel=2)
 
     @property
     def _path(self) -> Path:

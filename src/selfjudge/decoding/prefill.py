@@ -79,9 +79,7 @@ class PrefillGroup:
             return
         heads = list(dict.fromkeys(owners))
         row_of = {head: row for row, head in enumerate(heads)}
-        surplus = torch.tensor(
-            [len(prompts[owner]) - len(prompt) for owner, prompt in zip(owners, prompts, strict=True)]
-        )
+        surplus = torch.tensor([len(prompts[owner]) - len(own) for owner, own in zip(owners, prompts, strict=True)])
         last = torch.tensor([prompt[-1:] for prompt in prompts])
         self.timer.wait()
         with self.timer("target"):

@@ -49,7 +49,7 @@ class RuleRequest:
         " or --price is given; sampling with --temperature.",
     )
     judge: Any = setting(
-        None, "Judge folder, hub id or embedded name; the judge that ships for the target if not given."
+        None, "Judge folder, hub id or embedded name; if not given, the one that ships for the target."
     )
     theta: float | str | None = setting(
         None,
@@ -211,9 +211,7 @@ class RuleRequest:
         kind, values = request.kind, request._values
         judge = request._choose_judge(pair, judge)
         if sampling is not None and not (_takes(kind, "sampling") or _takes(kind, "base")):
-            raise SelfJudgeError(
-                f"rule {kind.name!r} is greedy: `temperature` goes with rule sampling, judged or sglang"
-            )
+            raise SelfJudgeError(f"rule {kind.name!r} is greedy: `temperature` goes with sampling, judged or sglang")
         if judge is not None and "price" not in values:
             values["theta"] = request.threshold(judge)
         bare = isinstance(pair, tuple) if bare is None else bare
@@ -252,7 +250,7 @@ def resolve_rule(
         return RuleRequest(rule, **options).resolve(pair, sampling=sampling)
     if sampling is not None or any(value is not None for value in options.values()):
         raise SelfJudgeError(
-            "a rule object is complete: `judge`, `theta`, `quality`, `price` and `sampling` go with a rule's text"
+            "a rule object is complete: `judge`, `theta`, `quality`, `price`, `sampling` go with a text"
         )
     return rule
 

@@ -327,9 +327,7 @@ class Margin(AcceptanceRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         priced = self.price is not None
-        _require(
-            not priced or self.threshold is None, "margin: a price replaces the threshold: leave out one of the two"
-        )
+        _require(not priced or self.threshold is None, "margin: a price replaces the threshold: leave out one of them")
         if self.guard is None:
             object.__setattr__(self, "guard", priced)
         if self.threshold is None and not priced:

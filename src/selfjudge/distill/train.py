@@ -188,9 +188,7 @@ class Trainer:
         if shapes != {k[4:]: v.shape for k, v in arrays.items() if k.startswith("now.")}:
             raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another `out`")
         check_finite(((name, torch.from_numpy(array)) for name, array in arrays.items()), file)
-        owner = {
-            p: optimiser for optimiser in self.optimisers for group in optimiser.param_groups for p in group["params"]
-        }
+        owner = {p: own for own in self.optimisers for group in own.param_groups for p in group["params"]}
         with torch.no_grad():
             for name, p in parameters.items():
                 p.copy_(torch.from_numpy(arrays[f"now.{name}"]))

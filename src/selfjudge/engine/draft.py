@@ -309,9 +309,7 @@ class BatchEngines:
 
     def __post_init__(self) -> None:
         if self.target.static and self.draft is not None and not self.draft.static:
-            raise SelfJudgeError(
-                "a target on the cuda engine needs a draft on it too: use the reference engine for both"
-            )
+            raise SelfJudgeError("a target on the cuda engine needs its draft there too: use reference for both")
 
     @property
     def caches(self) -> list[RowCache]:

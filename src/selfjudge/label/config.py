@@ -107,9 +107,7 @@ def refuse_quantised(dtype: str | None) -> None:
 def require_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any]:
     """The τ that ships with a pair; where there is none, the error says how to find one."""
     if (shipped := find_shipped_tau(target, draft_sha256, suffix_length)) is None:
-        raise SelfJudgeError(
-            "no τ is known for this pair and suffix length: find it with `calibrate` arithmetic, or give `tau`"
-        )
+        raise SelfJudgeError("no τ is known for this pair and suffix length: give `calibrate` arithmetic, or `tau`")
     return shipped
 
 

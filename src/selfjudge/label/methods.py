@@ -308,12 +308,8 @@ def calibrate(
     pair, task = check.pair, check.task
     originals = check.find_originals(responses)
     if not originals:
-        raise SelfJudgeError(
-            f"no response to {task.name} has an answer to preserve: raise `max_new_tokens` or give `tau`"
-        )
-    events = search_critical_tokens(
-        pair, config, originals, notify=lambda share: notify("τ: searching critical tokens", share)
-    )
+        raise SelfJudgeError(f"no response to {task.name} has an answer to keep: raise `max_new_tokens` or give `tau`")
+    events = search_critical_tokens(pair, config, originals, notify=lambda share: notify("τ: critical tokens", share))
     if not events:
         raise SelfJudgeError(f"the draft never differs from the target on {task.name}: there is nothing to judge")
     scored = score_events(scorer, events)

@@ -334,9 +334,7 @@ def read_shape(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, dict
         raise SelfJudgeError(f"{file}: a draft of type {kind!r} cannot be used: only eagle3")
     shape = conform(record.get("transformer_layer_config", record), HeadShape, file)
     eagle = record.get("eagle_config") or {}
-    options: dict[str, Any] = {
-        key: value for said in (shape, record, eagle) for key, value in said.items() if value is not None
-    }
+    options: dict[str, Any] = {k: v for said in (shape, record, eagle) for k, v in said.items() if v is not None}
     for key, ours in {**_FIXED, "target_hidden_size": shape["hidden_size"]}.items():
         if (value := options.get(key, ours)) != ours:
             raise SelfJudgeError(f"{file}: a head with {key} {value!r} cannot be used: only {ours!r}")

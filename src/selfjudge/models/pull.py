@@ -289,7 +289,5 @@ def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
     if pip.returncode or len(wheels) != 1:
         lines = [line.strip() for line in output.splitlines()] or ["no output"]
         reason = ([line for line in lines if line.startswith("ERROR")] or lines)[-1].removeprefix("ERROR: ")
-        raise SelfJudgeError(
-            f"cannot fetch {requirement} with pip ({reason}): check the network or pip's configuration"
-        )
+        raise SelfJudgeError(f"cannot fetch {requirement} with pip ({reason}): check the network or pip's settings")
     return wheels[0]

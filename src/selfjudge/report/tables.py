@@ -97,7 +97,7 @@ RULE = word_column("rule", "rule")
 GAMMA = Column(f"{GLOSSARY['γ']} (γ)", "gamma")
 PER_PASS = Column(f"{GLOSSARY['m']} (m)", "mean_accepted_length", fixed, help="of the target, its own token included")
 AGREEMENT = score_column(
-    "same answer", "agreement", percent, "agreement_ci", "as exact; of open tasks the share of matching words"
+    "same answer", "agreement", percent, "agreement_ci", "as exact; of open tasks the matching words"
 )
 
 
@@ -273,9 +273,7 @@ def _other_measure(name: str) -> Column:
         interval = formats.show_interval(known, formats.signed_points)
         return " ".join(filter(None, (formats.signed_points(row["delta_scores"][name]), interval)))
 
-    return Column(
-        name, lambda row: row["scores"].get(name), formats.points, change, "points, and their change against exact"
-    )
+    return Column(name, lambda row: row["scores"].get(name), formats.points, change, "points; their change from exact")
 
 
 def _provenance(runs: Sequence[EvalRun]) -> Table:

@@ -119,7 +119,7 @@ def _number(text: str) -> float:
     return number
 
 
-def _whole_number(text: str) -> int:
+def _whole(text: str) -> int:
     if len(text) > 20:
         raise ValueError(f"it holds a number that is too large ({text[:20]}…)")
     return int(text)
@@ -133,9 +133,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_float=_number, parse_int=_whole_number, parse_constant=_number
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_number, parse_int=_whole, parse_constant=_number)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -196,10 +194,8 @@ def fill_template(file: Path, **values: Any) -> str:
     from jinja2 import StrictUndefined, Template
 
     text = file.read_text("utf-8")
-    template = Template(
-        text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
-    )
-    filled: str = template.render(**values)
+    page = Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    filled: str = page.render(**values)
     return filled
 
 

@@ -83,10 +83,8 @@ def keep_settings(file: Path, now: Mapping[str, Any], *, free: Collection[str] =
         write_json(file, now)
         return dict(now)
     then = read_json(file)
-    if differing := [key for key in now if key not in free and then.get(key) != now[key]]:
-        raise SelfJudgeError(
-            f"{file.parent} was begun with another {', '.join(differing)}: name another `out` or remove it"
-        )
+    if keys := [key for key in now if key not in free and then.get(key) != now[key]]:
+        raise SelfJudgeError(f"{file.parent} was begun with another {', '.join(keys)}: name another `out` or remove it")
     return then
 
 

@@ -281,9 +281,7 @@ def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | 
     stored = int(manifest["suffix_length"])
     length = stored if suffix_length is None else suffix_length
     if length > stored:
-        raise SelfJudgeError(
-            f"{folder} holds scores of {stored} tokens: label again with a `suffix_length` of {length}"
-        )
+        raise SelfJudgeError(f"{folder} holds scores of {stored} tokens: label again with `suffix_length` {length}")
     if gap and gap >= length:
         raise SelfJudgeError(f"`suffix_gap` {gap} leaves nothing of a suffix of {length} tokens")
     return length

@@ -34,7 +34,7 @@ class TuneConfig:
     families: tuple[str, ...] = setting(FAMILIES, "Families of rules to try.", choices=FAMILIES)
     measure: str = setting("auto", "What must be kept; auto: the score, else overlap.", choices=MEASURES)
     gamma: int | None = setting(
-        None, "Draft tokens per cycle; else each rule's best at each load.", minimum=1, maximum=MAX_GAMMA
+        None, "Draft tokens per cycle; else the best at each load.", minimum=1, maximum=MAX_GAMMA
     )
     load: tuple[int, ...] = setting(
         (), "Requests at a time, such as 1,8,64: a row of the recipe for each; 1, on CUDA 1,8,64.", minimum=1

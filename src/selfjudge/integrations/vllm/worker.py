@@ -45,9 +45,7 @@ class JudgeWorker(Base):
         runner = self.model_runner
         if getattr(runner, "rejection_sampler", None) is None:
             if get_pp_group().is_last_rank:
-                raise SelfJudgeError(
-                    f"{type(runner).__qualname__} of this vLLM does not verify drafts: no rule can be used"
-                )
+                raise SelfJudgeError(f"{type(runner).__qualname__} of this vLLM does not verify drafts: no rule works")
             return  # the last stage of the pipeline decides
         device = torch.device(runner.device)
         tokenizer = cached_tokenizer_from_config(self.model_config)
