@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.tune.certify import Claim, compute_log_capital, find_upper_bound
 from selfjudge.tune.monitor import DRIFT_ROUND, FIGURES, DriftMonitor, Monitor, describe_answer, describe_scope, watch
+from selfjudge.tune.pipeline import _average_figures
 from selfjudge.tune.recipe import Recipe
 
 LOSSES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=40)
@@ -187,6 +190,18 @@ def test_requests_like_the_calibrations_are_seldom_taken_for_others(runs: int) -
             for bound, values in ((high, live[name]), (1 - low, 1 - live[name]))
         )
     assert wrong <= runs * delta / 2
+
+
+def test_a_group_of_prompts_is_one_observation_of_the_scope() -> None:
+    """Ten prompts of one group ask for code, ten others for none: one group in eleven, not half of all."""
+    texts = ["Write a function."] * 10 + ["Why?"] * 10
+    rows = [{"emitted": 8 if i else 0, "cycles": 4, "judged": i % 2} for i in range(20)]
+    job: Any = SimpleNamespace(sizes=[10, *[1] * 10], prompts=[SimpleNamespace(prompt=text) for text in texts])
+    best: Any = SimpleNamespace(samples=rows)
+    figures = _average_figures(job, best)
+    assert figures["structured"] == [1.0, *[0.0] * 10]
+    assert figures["passes_per_token"] == [0.5] * 11  # the first answer of the first group says nothing of it
+    assert figures["judged_share"] == pytest.approx([5 / 72, *[0.0, 0.125] * 5])
 
 
 def test_the_figures_of_an_answer() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from scipy import stats
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
@@ -18,7 +19,7 @@ from selfjudge.evaluate.execute import Answerer
 from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tune.certify import Claim, decide
 from selfjudge.tune.families import find_best, list_families, plan_pairs
-from selfjudge.tune.speeds import Clock, Comparison, PairSearch, count_cycle_tokens, estimate_cycle_tokens
+from selfjudge.tune.speeds import Clock, Comparison, PairSearch, Timing, count_cycle_tokens, estimate_cycle_tokens
 from selfjudge.tune.trials import LoadOutcome, RuleTrial, Tuning
 
 GAMMAS = (1, 2, 3, 5, 8, 12, 20, 32)
@@ -250,6 +251,33 @@ def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
     assert finish(slow).plain_wins
     ratio = slow.timings["margin:1"].tokens_per_second / slow.timings["plain"].tokens_per_second
     assert slow.compare("margin:1") == (pytest.approx(ratio), pytest.approx((ratio, ratio), rel=0.1))
+
+
+def test_the_interval_of_a_speed_over_four_turns_covers_it_in_95_of_100_runs() -> None:
+    """A percentile bootstrap over four turns covers it in 81."""
+    rng, covered, runs = np.random.default_rng(0), 0, 2000
+    ours, exact = plan("margin:1", 5), plan("exact", 3)
+    for seconds in np.exp(rng.normal(0, 0.03, (runs, 2, 4))).tolist():
+        turns = [[(100, spent) for spent in each] for each in seconds]
+        timings = {"exact": Timing("exact", exact, turns[0]), "margin:1": Timing("margin:1", ours, turns[1])}
+        _, (low, high) = Comparison(timings).compare("margin:1") or (0.0, (0.0, 0.0))
+        covered += low <= 1 <= high
+    assert 0.935 < covered / runs < 0.965
+
+
+def test_a_certificate_keeps_the_turns_from_which_its_interval_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RuleTrial, "length_ratio", property(lambda self: (2.0, (1.8, 2.2))))
+    spent = {"exact": [4.0, 4.4, 3.9, 4.1], "plain": [9.0] * 4, "margin:1": [3.0, 3.1, 3.3, 2.9]}
+    timings = {name: Timing(name, plan("exact", 3), [(100, s) for s in each]) for name, each in spent.items()}
+    trial = RuleTrial("margin", "m", "margin:1", 5, Claim(0.1, 0.1, 10), (1,))
+    told = LoadOutcome(1, trial, 3, [], 3, Comparison(timings)).describe_speed(trial)
+    assert told["speed_turns"] == pytest.approx([4 / 3, 4.4 / 3.1, 3.9 / 3.3, 4.1 / 2.9])
+    logs = np.log(told["speed_turns"])
+    assert told["speed_ratio"] == pytest.approx(np.exp(logs.mean()))
+    interval = stats.t.interval(0.95, len(logs) - 1, logs.mean(), stats.sem(logs))
+    assert told["speed_ci"] == pytest.approx(np.exp(interval))
+    for untimed in (LoadOutcome(1, trial, 3, [], 3), LoadOutcome(1, trial, 3, [], 3, Comparison(timings, "busy"))):
+        assert untimed.describe_speed(trial)["speed_turns"] == []
 
 
 def test_so_many_are_answered_at_a_time() -> None:

@@ -77,9 +77,7 @@ def _compare_answers(examples: TaskExamples, samples: Sequence[Row], others: Seq
 def _compare_scores(summary: Mapping[str, Any], samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """Mean paired differences of every measure, and their intervals; the task's own measure apart from the others."""
     pairs = [(s["scores"], o["scores"]) for s, o in zip(samples, others, strict=True) if s["scores"]]
-    differences = {
-        name: np.asarray([score[name] - other[name] for score, other in pairs]) for name in summary["scores"]
-    }
+    differences = {name: np.asarray([own[name] - other[name] for own, other in pairs]) for name in summary["scores"]}
     compared: dict[str, Any] = {}
     if (main := differences.pop(summary["measure"], None)) is not None:
         lost, gained = main < 0, main > 0
@@ -105,13 +103,8 @@ def compare_lengths(samples: Sequence[Row], others: Sequence[Row]) -> dict[str, 
     if not counts.sum(0).all():  # every answer ended with its prefill
         return {"delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None}
     difference, difference_ci = _bootstrap_sums(counts, lambda sums: sums[0] / sums[1] - sums[2] / sums[3])
-    ratio, ratio_ci = compare_rates(counts)
+    ratio, ratio_ci = _bootstrap_sums(counts, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
     return {"delta_m": difference, "delta_m_ci": difference_ci, "m_ratio": ratio, "m_ratio_ci": ratio_ci}
-
-
-def compare_rates(counts: NDArray[Any]) -> tuple[float, Interval]:
-    """[n, 4] an amount and what it took, then the same of `exact` → ratio of the pooled rates, and its interval."""
-    return _bootstrap_sums(counts, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
 
 
 def _bootstrap_sums(counts: NDArray[Any], compare: Callable[[NDArray[Any]], Any]) -> tuple[float, Interval]:

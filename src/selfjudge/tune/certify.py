@@ -180,8 +180,9 @@ def estimate_needed_prompts(
 
 
 def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delta: float) -> dict[str, Any]:
-    """The course of a bet that was won, until it was; and the exact binomial bound of what was lost."""
+    """The course of a bet that was won, until it was; and the exact binomial bound of losses, unless it ended early."""
     decision = decide(claim, observations)
+    hits, used = sum(d > 0 for d in observations), len(observations)
     course = decision.log_capital[: decision.refuted_at]
     kept = np.unique(np.linspace(0, len(course) - 1, min(POINTS, len(course))).round().astype(int))
     return {
@@ -190,7 +191,7 @@ def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delt
         "p_value": decision.p_value,
         "goal": claim.goal,
         "log_capital": [[int(i) + 1, float(course[i])] for i in kept],
-        "lost_bound": find_binomial_bound(sum(d > 0 for d in observations), len(observations), delta),
+        **({"lost_bound": find_binomial_bound(hits, used, delta)} if used == claim.n else {}),
     }
 
 

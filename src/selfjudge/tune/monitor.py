@@ -111,7 +111,7 @@ def compute_loss(exact: str, shown: str) -> float:
 
 
 def describe_scope(figures: Mapping[str, Sequence[float]], delta: float) -> dict[str, list[float]]:
-    """Intervals of the figures' means over the calibration prompts; all are right with confidence 1 − δ/4."""
+    """Intervals of the means of figures, of each group one; all are right with confidence 1 − δ/4."""
     share = delta / 8 / max(1, len(figures))
     return {
         name: [1.0 - find_upper_bound([1.0 - value for value in values], share), find_upper_bound(values, share)]

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -191,11 +192,6 @@ def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
     if job.measure != overlap:
         answers = zip(job.prompts, best.exact, best.samples, strict=False)
         lost = [round(overlap.compare(prompt, exact, row), DIGITS) for prompt, exact, row in answers]
-    figures: dict[str, list[float]] = defaultdict(list)
-    for prompt, row in zip(job.prompts, best.samples, strict=False):
-        asked = join_messages(prompt.prompt)
-        for name, value in describe_answer(asked, row["emitted"], row["cycles"], row["judged"]).items():
-            figures[name].append(value)
     return {
         "rule": best.rule,
         "resolved": rule_text(job.plan(best.rule, best.gamma).rule),
@@ -203,8 +199,19 @@ def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
         "certified": True,
         **describe_certified(best.claim, best.differences, best.sizes, job.config.delta, lost),
         "mean_difference_ci": bootstrap_interval(-best.observations),
-        "scope": describe_scope(figures, job.config.delta),
+        "scope": describe_scope(_average_figures(job, best), job.config.delta),
     }
+
+
+def _average_figures(job: TuneJob, best: RuleTrial) -> dict[str, list[float]]:
+    """The figures of the answers under a rule: of each group of prompts their means."""
+    figures: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    groups = np.repeat(np.arange(len(job.sizes)), job.sizes).tolist()
+    for group, prompt, row in zip(groups, job.prompts, best.samples, strict=False):
+        asked = join_messages(prompt.prompt)
+        for name, value in describe_answer(asked, row["emitted"], row["cycles"], row["judged"]).items():
+            figures[name][group].append(value)
+    return {name: list(map(fmean, own.values())) for name, own in figures.items()}
 
 
 def _describe_exact(job: TuneJob, result: TuneResult) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from itertools import pairwise
 import numpy as np
 
 from selfjudge.bench.turns import Turns
-from selfjudge.evaluate.compare import Interval, compare_rates
+from selfjudge.evaluate.compare import Interval
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
 from selfjudge.tasks import Prompt, Row
-from selfjudge.tune.families import Families, find_best, is_promising
+from selfjudge.tune.families import BASELINES, Families, find_best, is_promising
 from selfjudge.types import Notify, Origin, ignore, prefix_stages
 
 # Tokens of an answer that is counted or timed, by device: fewer would time prefill and what guards verify exactly.
@@ -23,6 +23,7 @@ TIMED_TOKENS = {"cpu": 64, "cuda": 256}
 COUNTED_PROMPTS = 64  # the most prompts set aside that rules answer
 FEWEST_ROWS = 4  # prompts of a turn at least, however few are answered at a time
 FEWEST_TURNS = 4  # turns of the rules that are compared; from fewer no interval is given
+_QUANTILE = 3.1824463  # of Student's t at 0.975, with FEWEST_TURNS − 1 degrees of freedom
 
 
 def count_cycle_tokens(origins: Sequence[Origin]) -> list[int]:
@@ -139,13 +140,23 @@ class Comparison:
             return self.busy
         return f"the time was up after {turns} of {FEWEST_TURNS} turns: too few to compare speeds"
 
-    def compare(self, rule: str) -> tuple[float, Interval] | None:
-        """A rule's speed over that of `exact` or plain decoding, the faster one; None if it was not timed."""
+    def list_ratios(self, rule: str) -> list[float]:
+        """A rule's speed over that of `exact` or plain decoding, the faster one, by turn; none if it was not timed."""
         if self.doubt or (timing := self.timings.get(rule)) is None:
-            return None
-        others = [self.timings[name] for name in ("exact", "plain") if name in self.timings]
+            return []
+        others = [self.timings[name] for name in BASELINES if name in self.timings]
         best = max(others, key=lambda other: other.tokens_per_second)
-        return compare_rates(np.hstack([timing.turns, best.turns]))
+        (made, spent), (tokens, seconds) = np.transpose(timing.turns), np.transpose(best.turns)
+        return list(map(float, made / spent * seconds / tokens))
+
+    def compare(self, rule: str) -> tuple[float, Interval] | None:
+        """The geometric mean of these ratios, and its 95 % interval by Student's t; None if it was not timed."""
+        if not (ratios := self.list_ratios(rule)):
+            return None
+        logs = np.log(ratios)
+        margin = _QUANTILE * logs.std(ddof=1) / math.sqrt(FEWEST_TURNS)
+        low, ratio, high = np.exp(logs.mean() + np.array([-margin, 0.0, margin])).tolist()
+        return ratio, (low, high)
 
 
 @dataclass(frozen=True)

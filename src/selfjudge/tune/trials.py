@@ -164,9 +164,10 @@ class LoadOutcome:
         return 0.0 if speed is None else speed[1][0]
 
     def describe_speed(self, trial: RuleTrial | None) -> dict[str, Any]:
-        """`compare` as a certificate has it."""
+        """`compare` as a certificate has it, and the ratio in each turn, so that the interval can be computed again."""
         speed = None if trial is None else self.compare(trial)
-        return {"speed_ratio": speed and speed[0], "speed_ci": speed and list(speed[1])}
+        turns = [] if trial is None or self.timed is None else self.timed.list_ratios(trial.rule)
+        return {"speed_ratio": speed and speed[0], "speed_ci": speed and list(speed[1]), "speed_turns": turns}
 
 
 @dataclass(frozen=True)
