@@ -33,7 +33,7 @@ NOT_COMPARED: Mapping[str, Any] = {
 }  # fmt: skip
 """The fields that a comparison with `exact` fills in."""
 PART_ONLY = ("token_ids", "origins", "judged_tokens")  # keys that rows lose when the parts are joined
-TRACED = 32  # answers of a run that are decoded once more to be traced, where parts are not
+TRACED = 32  # answers of a run that are decoded once more to be traced, at most a batch, where parts are not
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 Answers = tuple[list[Generation], dict[str, float]]  # in the order of prompts; seconds by phase, and their `total`
 
@@ -44,7 +44,7 @@ class Answerer(ABC):
     engine: str  # name of what runs the models
     one_gamma = False  # whether another γ takes another start of the engine: then γ is not measured
     trace = False  # whether answers are to say what the target wanted at judged tokens, which takes some time
-    captures = False  # whether a trace takes captured graphs of its own: then few answers are traced, once more
+    captures = False  # whether a trace takes captured graphs of its own
 
     @property
     @abstractmethod
@@ -129,9 +129,7 @@ class Execution:
         if (summary := self.parts_folder.result()) is None:
             return False
         if summary["run_sha256"] != self.run.identity:
-            raise SelfJudgeError(
-                f"{self.folder} was made with another judge or threshold: name another `out` or remove it"
-            )
+            raise SelfJudgeError(f"{self.folder} is of another judge or threshold: name another `out` or remove it")
         shutil.rmtree(self.folder / "work", ignore_errors=True)
         return True
 
@@ -142,8 +140,7 @@ class Execution:
             yield number / len(parts)
             if self.parts_folder.sealed(name, self.run.identity, PartSeal) is None:
                 load = LoadWatch()
-                timed = number > 0 and self.config.times
-                self.answerer.trace = not (timed or self.answerer.captures)
+                self.answerer.trace = not (self.config.times or self.answerer.captures)
                 answers, seconds = self.answerer.answer(*self._ask(rows))
                 times = {"seconds": seconds, "load": load.usage}
                 write_rows(self.folder / "work" / f"{name}.jsonl", self._score(rows, answers))
@@ -178,7 +175,7 @@ class Execution:
         samples = [sample for part in by_part for sample in part]
         answers = [restore_answer(sample) for sample in samples]
         judged = [i for i, answer in enumerate(answers) if "judge" in answer.origins]
-        traced = judged[: max(TRACED, self.config.examples)]
+        traced = judged[: max(min(TRACED, self.batch), self.config.examples)]
         asked = self._ask([self.examples.rows[i] for i in traced])
         again = trace_again(self.answerer, [answers[i] for i in traced], *asked)
         for i, answer in zip(traced, again, strict=True):
@@ -222,8 +219,8 @@ class Execution:
 
 
 def trace_again(answerer: Answerer, answers: Sequence[Generation], *asked: Any) -> Sequence[Generation]:
-    """The answers, decoded again with a trace where that takes graphs of its own; those that rounding changes stay."""
-    if not (answers and answerer.captures):
+    """The answers, decoded again with a trace unless they have one; those that rounding changes stay."""
+    if all(answer.judged_tokens for answer in answers) or not isinstance(answerer, TorchAnswerer):
         return answers
     answerer.trace = True
     again, _ = answerer.answer(*asked)
