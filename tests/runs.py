@@ -15,6 +15,8 @@ from fake_judge import constant_judge
 from selfjudge.judge.model import Judge
 from selfjudge.label.checks import OutcomeCheck, Substitution
 from selfjudge.label.config import LabelConfig
+from selfjudge.models.load import Draft
+from selfjudge.models.pair import Pair
 
 
 def prompts_file(path: Path, count: int) -> Path:
@@ -26,6 +28,12 @@ def prompts_file(path: Path, count: int) -> Path:
     ]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def drafted_by(pair: Pair, folder: Path) -> Pair:
+    """The pair, as if its draft came from this folder."""
+    folder.mkdir(exist_ok=True)
+    return replace(pair, draft_model=Draft(None, str(folder)))
 
 
 def content(folder: Path) -> dict[str, bytes]:

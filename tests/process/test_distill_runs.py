@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import selfjudge.distill.data as data_module
 from fake_gguf import write_model
 from remember import remember_responses
-from runs import content, full_disk
+from runs import content, drafted_by, full_disk
 from selfjudge.decoding.text import generate
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.pipeline import distill_draft
@@ -30,6 +30,7 @@ from selfjudge.models.convert import shipped_draft
 from selfjudge.models.gguf import GgufFile
 from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
+from selfjudge.prompts.sources import find_learnt
 from selfjudge.store import read_tensors
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -98,6 +99,9 @@ def test_a_whole_run(pair: Pair, checkpoints: dict[str, str], settings: DistillC
     assert written["top1_held_out"]["all"] > 0
     assert "20 | 3 | given by the user" in (out / "README.md").read_text()
     assert written["bytes"] == (out / "model.safetensors").stat().st_size
+    asked = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    learnt = ((name, places) for name, places in find_learnt(drafted_by(pair, out), {}, [*asked, "w49 w48"], (), None))
+    assert list(learnt) == [("the draft", list(range(20)))]  # held-out ones chose when to end
 
     model = loaded(out)
     assert (model.config.num_hidden_layers, model.config.hidden_size) == (1, 64)

@@ -6,7 +6,6 @@ import gzip
 import json
 import sys
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from fake_judge import constant_judge
-from runs import prompts_file, random_judges
+from runs import drafted_by, prompts_file, random_judges
 from selfjudge.cli import main as cli
 from selfjudge.cli.options import Setup
 from selfjudge.decoding.rules import Exact, Judged, TopK
@@ -29,7 +28,7 @@ from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_
 from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer, trace_again
 from selfjudge.evaluate.pipeline import _warn_learnt, evaluate_rules
 from selfjudge.evaluate.viewer import make_example_row
-from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.config import JudgeConfig, prompt_key, write_training_prompts
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
@@ -74,10 +73,10 @@ def test_parts_hold_all_rows_in_order(tiny_pair: Pair, tmp_path: Path) -> None:
     assert [row for part in parts.values() for row in part] == rows
 
 
-def test_what_the_target_wanted_is_said_in_the_first_batch(
+def test_what_the_target_wanted_is_said_of_every_example_and_what_is_timed_is_not_traced(
     tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later batches are timed, so that they are not traced; all are where nothing is timed."""
+    """A batch of judged answers is decoded once more; where nothing is timed all are traced at once."""
     asked = prompts_file(tmp_path / "asked.jsonl", 6)
     config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
     traced: list[bool] = []
@@ -91,22 +90,44 @@ def test_what_the_target_wanted_is_said_in_the_first_batch(
     _, every = evaluate_rules(tiny_pair, tmp_path / "every", replace(config, times=False))
     assert all(traced)
     traced.clear()
-    _, relaxed = evaluate_rules(tiny_pair, tmp_path / "first", config)
-    assert traced == [True, True, False, False]
+    _, relaxed = evaluate_rules(tiny_pair, tmp_path / "timed", config)
+    assert traced == [False, False, False, False, True]
+    traced.clear()
+    evaluate_rules(tiny_pair, tmp_path / "single", replace(config, batch=6))
+    assert traced == [False, False, True]  # the only part is the one that is timed
     folder = Path("file:asked", "topk:20-g3")
-    rows = {kind: list(read_rows(tmp_path / kind / folder / "examples.jsonl")) for kind in ("every", "first")}
-    first = {row["id"] for row in islice(read_samples(tmp_path / "first" / folder), 3)}
-    wanted = [t for row in rows["first"] if row["id"] in first for t in row["tokens"] if t["origin"] == "judge"]
+    rows = {kind: list(read_rows(tmp_path / kind / folder / "examples.jsonl")) for kind in ("every", "timed", "single")}
+    wanted = [t for row in rows["timed"] for t in row["tokens"] if t["origin"] == "judge"]
     assert wanted
     assert all(0 < t["p"] <= t["p_choice"] and t["choice"] != t["text"] and t["judge"] is None for t in wanted)
-    assert not any("choice" in t for row in rows["first"] for t in row["tokens"] if t["origin"] != "judge")
-    same = [t for row in rows["every"] if row["id"] in first for t in row["tokens"] if t["origin"] == "judge"]
-    assert wanted == same
-    assert all("choice" in t for row in rows["every"] for t in row["tokens"] if t["origin"] == "judge")
+    assert not any("choice" in t for row in rows["timed"] for t in row["tokens"] if t["origin"] != "judge")
+    assert rows["timed"] == rows["every"] == rows["single"]
     assert sum(n for _, _, n in relaxed["substitutions"]) == len(wanted)
     judged = sum(row["judged"] for row in read_samples(tmp_path / "every" / folder))
     assert sum(n for _, _, n in every["substitutions"]) == judged > len(wanted)
-    assert all("judged_tokens" not in row for row in read_samples(tmp_path / "first" / folder))
+    assert all("judged_tokens" not in row for row in read_samples(tmp_path / "timed" / folder))
+
+
+def test_an_example_behind_the_first_part_has_the_targets_choice(
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 6)
+    original = TorchAnswerer.answer
+
+    def answer(self: TorchAnswerer, prompts: Any, *given: Any) -> Any:
+        answers, seconds = original(self, prompts, *given)
+        exact = generate(tiny_pair, prompts, gamma=3, max_new_tokens=12)
+        return [e if p in shown else a for a, e, p in zip(answers, exact, prompts, strict=True)], seconds
+
+    monkeypatch.setattr(TorchAnswerer, "answer", answer)
+    examples = TaskExamples.load(f"file:{asked}", EvalConfig())
+    shown = [examples.task.prompt(row) for row in examples.rows[:3]]  # the first part has no judged token
+    config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
+    evaluate_rules(tiny_pair, tmp_path / "out", config)
+    rows = list(read_rows(tmp_path / "out" / "file:asked" / "topk:20-g3" / "examples.jsonl"))
+    judged = [t for row in rows for t in row["tokens"] if t["origin"] == "judge"]
+    assert judged
+    assert all(t["choice"] for t in judged)
 
 
 def test_where_graphs_are_captured_a_few_answers_are_traced_once_more(
@@ -272,18 +293,31 @@ def test_a_null_is_exact_in_other_batches() -> None:
     assert exact.identity != null.identity
 
 
-def test_judges_that_may_have_seen_the_problems_are_named() -> None:
-    def said(name: str, *sources: str) -> list[str]:
-        judge, found = Judge(JudgeConfig(hidden_size=4, sources=sources)), list[str]()
-        examples = TaskExamples(name, load_task(name), [])
-        _warn_learnt(examples, plan_runs(["exact", "judged:0.5"], [3], {"mine": judge}, ()), found.append)
+def test_drafts_and_judges_that_have_seen_the_problems_are_named(tiny_pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    for split, first in (("train", 1), ("test", 30)):
+        asked = [{"question": f"w{first + i}", "answer": f"#### {i}"} for i in range(5)]
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size, target="x")).save_pretrained(tmp_path / "judge")
+    pair = drafted_by(tiny_pair, tmp_path / "draft")
+    runs = plan_runs(["exact", "judged:0.5"], [3], {"mine": Judge.from_pretrained(tmp_path / "judge")}, ())
+
+    def said(name: str) -> list[str]:
+        found: list[str] = []
+        examples = TaskExamples.load(name, EvalConfig(data=tmp_path))
+        _warn_learnt(pair, examples, runs, tmp_path, found.append)
         return found
 
-    assert "the judge mine was trained on livecodebench" in said("livecodebench/all", "self", "livecodebench")[0]
-    assert said("gsm8k/train[4792:]", "gsm8k/train[:4792]")
-    for name in ("livecodebench", "livecodebench/test"):
-        assert not said(name, "livecodebench")
-    assert not said("livecodebench/all", "gsm8k")
+    assert said("gsm8k/train") == []  # neither says anything
+    (tmp_path / "draft" / "prompts.json").write_text('{"prompts": [], "sources": ["gsm8k"]}')
+    examples = TaskExamples.load("gsm8k/train", EvalConfig(data=tmp_path))
+    (ids,) = pair.encode_many([examples.task.prompt(examples.rows[4])])
+    write_training_prompts(tmp_path / "judge", [prompt_key(ids)])
+    assert said("gsm8k/train[3:]") == [
+        "gsm8k-train-3-: the draft was trained on 2 of these 2 prompts, as far as it says",
+        "gsm8k-train-3-: the judge mine was trained on 1 of these 2 prompts, as far as it says",
+    ]
+    assert said("gsm8k") == []
 
 
 def test_the_interval_of_delta_m_follows_the_pairs() -> None:

@@ -13,11 +13,14 @@ import pytest
 
 from fake_certificate import certificate, page_text, recipe_folder, tamper
 from fake_judge import constant_judge
+from runs import drafted_by
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import JudgeConfig, prompt_key, read_training_prompts, write_training_prompts
+from selfjudge.judge.config import JudgeConfig, prompt_key, write_training_prompts
 from selfjudge.judge.model import Judge
+from selfjudge.models.catalogue import draft_folder
 from selfjudge.models.pair import Pair
+from selfjudge.prompts.sources import find_learnt
 from selfjudge.report.certificate import (
     certificate_page,
     describe_baseline,
@@ -37,9 +40,11 @@ from selfjudge.tune.calibration import (
     refuse_learnt,
     remark,
 )
+from selfjudge.tune.certify import Claim, describe_evidence
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.families import FAMILIES, list_families, split_by_gamma
 from selfjudge.tune.recipe import Recipe
+from selfjudge.tune.verify import unpack
 
 JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95, 0.6), (0.98, 1.0)))
 
@@ -264,22 +269,66 @@ def test_differences(tmp_path: Path) -> None:
         assert LossMeasure(name).compare(prompt, right, sample(0.0, None, "", judged=0)) == 0.0
 
 
-def test_a_prompt_that_the_judge_was_trained_on_is_refused_with_its_name(tiny_pair: Pair, tmp_path: Path) -> None:
+def test_a_prompt_that_draft_or_judge_was_trained_on_is_refused_with_its_name(tiny_pair: Pair, tmp_path: Path) -> None:
     file = rows(tmp_path / "mine.jsonl", {"prompt": "w1 w2", "id": "seen"}, {"prompt": "w3", "id": "new"})
-    prompts = flat(load_calibration(TuneConfig(prompts=file), print))
-    judge = tmp_path / "judge"
-    Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size)).save_pretrained(judge)
+    config = TuneConfig(prompts=file)
+    prompts = flat(load_calibration(config, print))
+    Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size, target="x")).save_pretrained(tmp_path / "judge")
+    judge, pair = Judge.from_pretrained(tmp_path / "judge"), drafted_by(tiny_pair, tmp_path / "draft")
     said: list[str] = []
-    refuse_learnt(tiny_pair, prompts, judge, said.append)
-    assert len(said) == 1
-    assert "cannot be checked" in said[0]
-    write_training_prompts(judge, [prompt_key(ids) for ids in tiny_pair.encode_many(["w1 w2", "w9"])])
-    assert len(read_training_prompts(judge) or ()) == 2
-    with pytest.raises(SelfJudgeError, match="trained on prompt 'seen'"):
-        refuse_learnt(tiny_pair, prompts, judge, said.append)
-    write_training_prompts(judge, [prompt_key(tiny_pair.encode("w9"))])
-    refuse_learnt(tiny_pair, prompts, judge, said.append)
-    assert len(said) == 1
+    refuse_learnt(pair, prompts, judge, config, said.append)
+    assert [text.partition(" does not keep its training prompts: it cannot be checked")[0] for text in said] == [
+        "the draft", "the judge",
+    ]  # fmt: skip
+    for name in ("draft", "judge"):
+        write_training_prompts(tmp_path / name, [prompt_key(ids) for ids in pair.encode_many(["w1 w2", "w9"])])
+        with pytest.raises(SelfJudgeError, match=f"the {name} was trained on 1 of these prompts, such as 'seen'"):
+            refuse_learnt(pair, prompts, judge, config, said.append)
+        write_training_prompts(tmp_path / name, [prompt_key(pair.encode("w9"))])
+    said.clear()
+    refuse_learnt(pair, prompts, judge, config, said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("task", "learnt"), [("gsm8k/train", 3), ("gsm8k/train[3:]", 0), ("gsm8k/test+train[1:]", 2), ("gsm8k", 0)]
+)
+def test_what_ships_names_the_tasks_that_it_was_trained_on(
+    task: str, learnt: int, tiny_pair: Pair, tmp_path: Path
+) -> None:
+    """Keys of so many prompts would be larger than the draft; those of a part of a split are found all the same."""
+    (tmp_path / "gsm8k").mkdir()
+    for split, first in (("train", 1), ("test", 30)):
+        asked = ({"question": f"w{first + i}", "answer": f"#### {i}"} for i in range(5))
+        rows(tmp_path / "gsm8k" / f"{split}.jsonl", *asked)
+    pair, config = drafted_by(tiny_pair, tmp_path / "draft"), TuneConfig(tasks=(task,), data=tmp_path)
+    (tmp_path / "draft" / "prompts.json").write_text('{"prompts": [], "sources": ["gsm8k:3x2", "mbpp:9"]}')
+    prompts = flat(load_calibration(config, print))
+    ((name, places),) = find_learnt(pair, {}, [prompt.prompt for prompt in prompts], config.tasks, config.data)
+    assert name == "the draft"
+    assert sorted(prompts[i].id for i in places or ()) == [f"gsm8k-train-{i}" for i in range(3 - learnt, 3)]
+    if learnt:
+        with pytest.raises(SelfJudgeError, match=f"the draft was trained on {learnt} of these prompts"):
+            refuse_learnt(pair, prompts, None, config, print)
+
+
+def test_the_drafts_that_ship_say_what_they_were_trained_on() -> None:
+    root = Path(__file__).parents[2]
+    records = {
+        "qwen2.5-coder-1.5b/eagle3": "eagle3-run",
+        "qwen2.5-coder-1.5b/draft": "run",
+        "smollm2-135m/draft": "run",
+    }
+    for reference, record in records.items():
+        folder = draft_folder(reference)
+        assert folder is not None
+        run = json.loads((root / "results/drafts" / reference.partition("/")[0] / f"{record}.json").read_text())
+        sources = [source for source in run["settings"]["prompts"] if not source.startswith("self")]
+        assert json.loads((folder / "prompts.json").read_text()) == {"prompts": [], "sources": sources}
+    judge = Judge.from_pretrained("smollm2-135m")
+    assert judge.folder is not None
+    named = json.loads((judge.folder / "prompts.json").read_text())["sources"]
+    assert {*named, "self"} == set(judge.config.sources)
 
 
 def test_a_recipe_is_refused_for_other_models(tiny_pair: Pair, tmp_path: Path) -> None:
@@ -318,6 +367,18 @@ def test_a_recipe_is_refused_where_its_files_do_not_belong_together(tiny_pair: P
     tamper(other, "certificate.json", lambda content: content.update(rule="margin:9"), sealed=True)
     with pytest.raises(SelfJudgeError, match="certificate is of another rule"):
         Recipe.load(other)
+
+
+def test_a_certificate_with_a_binomial_bound_of_an_early_end_still_holds(tiny_pair: Pair, tmp_path: Path) -> None:
+    """Earlier versions stated one there."""
+    known = certificate()
+    claim = Claim(known["epsilon"], known["evidence"]["delta"], 5000)
+    evidence = describe_evidence(claim, unpack(known["candidates"][2]["differences"]), known["delta"])
+    assert "lost_bound" not in evidence
+    assert "binomial" not in as_text(certificate(groups="5000*1", evidence=evidence))
+    assert "exact binomial bound" in as_text(known)
+    stated = {"groups": "5000*1", "evidence": {**evidence, "lost_bound": 0.01}}
+    Recipe.load(recipe_folder(tmp_path / "tuned", tiny_pair, **stated))
 
 
 def test_the_finding_is_one_sentence() -> None:

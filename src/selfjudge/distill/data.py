@@ -22,6 +22,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.distill.config import DistillConfig
 from selfjudge.engine.teacher_forced import GRID, Sequences, choose_width, logit_rows, logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import prompt_key, write_training_prompts
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Collector
 from selfjudge.store import RunFolder, read_rows, read_tensors, sha256, write_rows, write_tensors
@@ -58,6 +59,7 @@ class DataMaker:
     def make(self) -> Dataset:
         """All prompts and answers; the memory of the target's engine is free afterwards."""
         rows, seal = self._prompts()
+        write_training_prompts(self.run.path, (prompt_key(row["ids"]) for row in rows))
         files = self._answers(rows, seal.get("seconds", 0.0))
         device = self.pair.target.device
         self.pair.target_model.release()

@@ -5,7 +5,7 @@ OUT/
     work/prompts.jsonl  answers-*.safetensors  train.safetensors           (may be deleted when all is done)
     config.json  model.safetensors  tokenizer …                            an ordinary transformers checkpoint
     config.json  model.safetensors                                         or an EAGLE-3 head, from the first evaluation
-    README.md                 model card
+    README.md  prompts.json   model card; keys of the prompts, which `tune` refuses
     run.json                  written last: its existence means done"""
 
 from pathlib import Path

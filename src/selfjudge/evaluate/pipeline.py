@@ -34,9 +34,9 @@ from selfjudge.label.config import LabelConfig, find_shipped_tau
 from selfjudge.label.folder import summarise_labels
 from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
+from selfjudge.prompts.sources import find_learnt
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.store.schema import FinishedSummary, RunRecord, TaskRecord
-from selfjudge.tasks import split_of
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Notify, Warn, default_gamma, ignore, prefix_stages
@@ -82,7 +82,7 @@ def evaluate_rules(
         for number, examples in enumerate(tasks):
             keep_settings(out / examples.label / "task.json", _identify(examples, nli))
             _warn_unscored(examples, warn)
-            _warn_learnt(examples, runs, warn)
+            _warn_learnt(pair, examples, runs, config.data, warn)
             executions = [Execution(evaluation, examples, run) for run in runs]
             for stage, share in _answer_by_turns(executions):
                 notify(f"{examples.label}, {stage}", (number + share) / len(tasks))
@@ -173,16 +173,14 @@ def _warn_unscored(examples: TaskExamples, warn: Warn) -> None:
         warn(f"{examples.label}: {with_answer} of {len(examples.rows)} rows have an answer; the score is of those")
 
 
-def _warn_learnt(examples: TaskExamples, runs: Sequence[RuleRun], warn: Warn) -> None:
-    """Warn of judges trained on a benchmark, if another split of it than `test` is evaluated."""
-    split = split_of(examples.name)
-    if split in (None, "test"):
-        return
-    benchmark = examples.name.partition("/")[0]
-    judges = {run.judge: run.rule.judge for run in runs if run.judge and run.rule.judge is not None}
-    for name, judge in judges.items():
-        if any(source.partition("/")[0] == benchmark for source in judge.config.sources):
-            warn(f"the judge {name} was trained on {benchmark}: {split} may hold prompts that it has seen, unlike test")
+def _warn_learnt(pair: Pair, examples: TaskExamples, runs: Sequence[RuleRun], data: Path | None, warn: Warn) -> None:
+    """Warn of a draft and of judges that were trained on some of the examples."""
+    judges = {f"the judge {run.judge}": run.rule.judge for run in runs if run.judge and run.rule.judge is not None}
+    prompts = [examples.task.prompt(row) for row in examples.rows]
+    for name, learnt in find_learnt(pair, judges, prompts, [examples.name], data):
+        if learnt:
+            count = f"{len(learnt):,} of these {len(prompts):,} prompts"
+            warn(f"{examples.label}: {name} was trained on {count}, as far as it says")
 
 
 Plan = list[tuple[str, list[str], tuple[int, ...]]]  # evaluations: a task, its rules, and γ

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import hub_options, read_json, unreachable, write_json
-from selfjudge.store.schema import Count, Range, Share, TrainingPrompts
+from selfjudge.store.schema import Count, Range, Share
 from selfjudge.types import DEFAULT_THETA
 
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+previous")
@@ -85,9 +85,7 @@ class JudgeConfig:
                     return self.quality(float(theta[1:]))
             if theta not in self.thresholds:
                 known = ", ".join(sorted(self.thresholds)) or "none"
-                raise SelfJudgeError(
-                    f"this judge has no threshold {theta!r} (it has: {known}); give a number in [0, 1]"
-                )
+                raise SelfJudgeError(f"this judge has no threshold {theta!r} (known: {known}); give a number in [0, 1]")
             theta = self.thresholds[theta]
         if not 0.0 <= theta <= 1.0:
             raise SelfJudgeError(f"`theta` must lie in [0, 1], not {theta}")
@@ -105,9 +103,7 @@ class JudgeConfig:
         """Refuse a target this judge was not trained for."""
         if self.hidden_size != hidden_size:
             sizes = f"{self.hidden_size}, the target {name} has {hidden_size}"
-            raise SelfJudgeError(
-                f"this judge reads hidden states of width {sizes}: use a judge trained for this target"
-            )
+            raise SelfJudgeError(f"this judge reads hidden states of width {sizes}: use one trained for this target")
         hashed = bool(self.target_sha256 and sha256)
         if self.target_sha256 != sha256 if hashed else self.target not in ("", name):
             raise SelfJudgeError(
@@ -149,11 +145,5 @@ def prompt_key(ids: Sequence[int]) -> str:
 
 
 def write_training_prompts(folder: Path, keys: Iterable[str]) -> None:
-    """Keep the keys of the prompts that a judge was trained, selected or measured with."""
+    """Keep the keys of the prompts that a judge or draft was trained, selected or measured with."""
     write_json(folder / PROMPTS_FILE, {"prompts": sorted({key[:KEY_DIGITS] for key in keys})})
-
-
-def read_training_prompts(source: str | Path) -> frozenset[str] | None:
-    """The first digits of those keys, of a judge by embedded name, folder or hub id; None if it does not keep them."""
-    file = find_judge(source) / PROMPTS_FILE
-    return frozenset(read_json(file, TrainingPrompts)["prompts"]) if file.is_file() else None

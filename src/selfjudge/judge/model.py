@@ -46,6 +46,7 @@ class Judge(nn.Module):
 
     weight: Tensor
     bias: Tensor
+    folder: Path | None = None  # that it was loaded from
 
     def __init__(self, config: JudgeConfig, weight: Tensor | None = None, bias: float | Tensor = 0.0) -> None:
         super().__init__()
@@ -134,4 +135,6 @@ class Judge(nn.Module):
         for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and bool(tensor.float().isfinite().all())):
                 raise SelfJudgeError(f"{file} has weights that are not finite numbers ({name})")
-        return cls(config, **tensors)
+        judge = cls(config, **tensors)
+        judge.folder = folder
+        return judge

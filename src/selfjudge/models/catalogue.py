@@ -118,13 +118,18 @@ def is_head(folder: Path) -> bool:
     return named or "speculators_model_type" in record
 
 
+def draft_folder(reference: str) -> Path | None:
+    """The folder that a draft's name means; None for a file, a target and what may be a hub id."""
+    if (found := find_embedded(reference)) is not None:
+        return {"eagle3": found[0].head, "draft": found[0].draft}.get(found[1])
+    folder = Path(reference).expanduser()
+    return folder if folder.is_dir() else None
+
+
 def head_folder(reference: str) -> Path | None:
     """The folder of the head that a draft's name means; None where it means a model."""
-    found = find_embedded(reference)
-    if found is not None:
-        return found[0].head if found[1] == "eagle3" else None
-    folder = Path(reference).expanduser()
-    return folder if folder.is_dir() and is_head(folder) else None
+    folder = draft_folder(reference)
+    return folder if folder is not None and is_head(folder) else None
 
 
 def check_export(draft: str, out: Path) -> None:

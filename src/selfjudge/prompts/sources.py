@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import read_rows, sha256
-from selfjudge.store.schema import PromptRow
+from selfjudge.judge.config import KEY_DIGITS, PROMPTS_FILE, prompt_key
+from selfjudge.models.catalogue import draft_folder
+from selfjudge.store import read_json, read_rows, sha256
+from selfjudge.store.schema import PromptRow, TrainingPrompts
 from selfjudge.tasks import is_task, load_task, split_of
 from selfjudge.tasks.base import FILE, Prompt, find_prompt, parse_split
+
+if TYPE_CHECKING:
+    from selfjudge.judge.model import Judge
+    from selfjudge.models.pair import Pair
 
 LEARNABLE = ("train", "dev", "validation")  # splits begin with one of these
 SELF = (
@@ -121,3 +127,30 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise SelfJudgeError(f"{path} holds no prompt")
     return prompts
+
+
+def find_learnt(
+    pair: Pair, judges: Mapping[str, Judge], prompts: Sequence[Prompt], tasks: Sequence[str], data: Path | None
+) -> Iterator[tuple[str, list[int] | None]]:
+    """The draft and each judge by name, and which of the prompts, from `tasks`, it was trained with, as far as its
+    `prompts.json` says: that has keys, or names tasks, as of what ships. None where there is no such file."""
+
+    def encode(prompts: Sequence[Prompt]) -> list[str]:
+        return [prompt_key(ids)[:KEY_DIGITS] for ids in pair.encode_many(prompts)]
+
+    keys, asked = encode(prompts), {split for task in tasks for split in _list_splits(task, "test")}
+    models = {"the draft": draft_folder(pair.draft_id)} if pair.draft_id else {}
+    for name, folder in (models | {name: judge.folder for name, judge in judges.items()}).items():
+        if folder is None or not (folder / PROMPTS_FILE).is_file():
+            yield name, None
+            continue
+        known = read_json(folder / PROMPTS_FILE, TrainingPrompts)
+        named = (s for s in map(Source.parse, known.get("sources", ())) if asked & _list_splits(s.name, "train"))
+        own = {*known["prompts"], *encode([r.prompt for source in named for r in load_prompts(source, data)])}
+        yield name, [place for place, key in enumerate(keys) if key in own]
+
+
+def _list_splits(task: str, default: str) -> set[str]:
+    """The splits that a task's name means, wholly or in part; that of all rows counts as the one to learn from."""
+    names = [parse_split(part)[0] for part in (split_of(task) or default).split("+")]
+    return {f"{task.partition('/')[0]}/{'train' if name == 'all' else name}" for name in names}

@@ -17,12 +17,13 @@ from selfjudge.decoding.rule_parser import STRICT, RuleRequest, with_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_overlap
 from selfjudge.evaluate.config import RuleRun, TaskExamples, plan_runs
-from selfjudge.judge.config import KEY_DIGITS, JudgeConfig, prompt_key, read_training_prompts
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.prompts.sources import find_learnt
 from selfjudge.report.formats import Sentences
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune import certify
 from selfjudge.tune.config import BATCHES, CPU_MINUTES, FILE_TOKENS, LOADS, TuneConfig
-from selfjudge.tune.families import FAMILIES, Families, RefusedRule, list_families, split_by_gamma
+from selfjudge.tune.families import FAMILIES, Families, SplitFamilies, list_families, split_by_gamma
 from selfjudge.tune.independence import SHINGLE, Groups, key_prompt, normalise
 from selfjudge.tune.verify import pack
 from selfjudge.types import Warn
@@ -127,9 +128,7 @@ def limit_prompts(groups: Sequence[list[CalibrationPrompt]], limit: int | None) 
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     """Before models load, refuse what prompts and settings rule out, such as an ε that so few cannot certify. If the
     device chooses the batch, a CPU's is assumed, which sets the fewest aside; the error's count suffices on CUDA."""
-    families = list_families(config.families, judge)
-    if config.gamma is not None:
-        families, _ = split_by_gamma(families, config.gamma, judge)
+    families, _ = split_by_gamma(list_families(config.families, judge), config.gamma, judge)
     repeated: list[str] = []
     groups = load_calibration(config, repeated.append)
     choose_measure(config.measure, [prompt for group in groups for prompt in group])
@@ -164,17 +163,18 @@ def hash_prompts(prompts: Sequence[CalibrationPrompt]) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def refuse_learnt(pair: Pair, prompts: Sequence[CalibrationPrompt], judge: str | Path | None, warn: Warn) -> None:
-    """Refuse prompts that the judge was trained on; warn if that cannot be known."""
-    known = None if judge is None else read_training_prompts(judge)
-    if known is None:
-        warn("this judge does not keep its training prompts: it cannot be checked whether some of them are among these")
-        return
-    encoded = pair.encode_many([prompt.prompt for prompt in prompts])
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        if prompt_key(ids)[:KEY_DIGITS] in known:
+def refuse_learnt(
+    pair: Pair, prompts: Sequence[CalibrationPrompt], judge: Judge | None, config: TuneConfig, warn: Warn
+) -> None:
+    """Refuse prompts that the draft or the judge was trained on; warn where that cannot be known."""
+    judges, given = {} if judge is None else {"the judge": judge}, [prompt.prompt for prompt in prompts]
+    for name, learnt in find_learnt(pair, judges, given, config.evaluation.tasks, config.data):
+        if learnt is None:
+            warn(f"{name} does not keep its training prompts: it cannot be checked whether some are among these")
+        elif learnt:
             raise SelfJudgeError(
-                f"the judge was trained on prompt {prompt.id!r:.60}: a certificate needs prompts that it has not seen"
+                f"{name} was trained on {len(learnt):,} of these prompts, such as {prompts[learnt[0]].id!r:.60},"
+                " as far as it says: a certificate needs prompts that it has not seen"
             )
 
 
@@ -230,14 +230,12 @@ class LossMeasure:
         return 0.0 if both_missing or prompt.examples.task.same(prompt.row, exact["answer"], sample["answer"]) else 1.0
 
 
-def _load_judge(pair: Pair, judge: Judge | str | Path | None) -> tuple[Judge | None, str | Path | None]:
-    """The given judge, or the one that ships for the target; and where it came from, if that is known."""
+def _load_judge(pair: Pair, judge: Judge | str | Path | None) -> Judge | None:
+    """The given judge, or the one that ships for the target."""
     from selfjudge.judge.model import Judge
 
     source = pair.target_id if judge is None and pair.judge is not None else judge
-    if source is None or isinstance(source, Judge):
-        return source, None
-    return Judge.from_pretrained(source), source
+    return source if source is None or isinstance(source, Judge) else Judge.from_pretrained(source)
 
 
 @dataclass(frozen=True)
@@ -260,18 +258,19 @@ class TuneJob:
         cls, pair: Pair, answerer: Answerer, config: TuneConfig, judge: Judge | str | Path | None, warn: Warn
     ) -> TuneJob:
         """Load prompts and the judge, or the one that ships for the target. Refuses prompts that it learnt from."""
-        loaded, source = _load_judge(pair, judge)
+        loaded = _load_judge(pair, judge)
         if loaded is None and config.families == FAMILIES:
             warn("no judge ships for this target: the family judged is left out")
         families = list_families(config.families, None if loaded is None else loaded.config)
         salt = f"{pair.target_sha256 or pair.target_id} {pair.draft_sha256 or pair.draft_id}"
         groups = limit_prompts(load_calibration(config, warn, salt), config.limit)
         prompts = [prompt for group in groups for prompt in group]
-        if "judged" in families and loaded is not None:
-            if not (loaded.config.target or loaded.config.target_sha256):
+        used = loaded if "judged" in families else None
+        if used is not None:
+            if not (used.config.target or used.config.target_sha256):
                 raise SelfJudgeError("this judge names no target: a recipe needs one that was trained for its target")
-            loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-            refuse_learnt(pair, prompts, source, warn)
+            used.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+        refuse_learnt(pair, prompts, used, config, warn)
         batch = config.batch or BATCHES.get(answerer.device, BATCHES["cpu"])
         aside = certify.count_aside(len(groups), batch) if config.times else 0
         measure = choose_measure(config.measure, prompts)
@@ -281,8 +280,9 @@ class TuneJob:
     def check_count(self) -> None:
         """Refuse an ε that so few prompts cannot certify; an earlier attempt on them is said."""
         count, batch = len(self.groups) + len(self.aside), self.batch if self.config.times else None
+        families, _ = self.split_by_gamma(self.config.gamma)
         with _explained(self.describe_attempt()):
-            certify.check_prompt_count(count, batch, self.config.epsilon, self.delta, len(self.possible_families))
+            certify.check_prompt_count(count, batch, self.config.epsilon, self.delta, len(families))
 
     @cached_property
     def prompts(self) -> list[CalibrationPrompt]:
@@ -334,14 +334,9 @@ class TuneJob:
         strict = {} if RuleRequest(rule).kind.lossless else {name: getattr(self.config, name) for name in STRICT}
         return plan_runs([with_options(rule, **strict)], [gamma], judges, self.pair)[0]
 
-    def split_by_gamma(self, gamma: int) -> tuple[Families, list[RefusedRule]]:
-        """The families that are tested at this γ, and the rules that do not work with it."""
+    def split_by_gamma(self, gamma: int | None) -> SplitFamilies:
+        """The families that share δ at this γ, None: as far as known before it is chosen, and the other rules."""
         return split_by_gamma(self.families, gamma, None if self.judge is None else self.judge.config)
-
-    @property
-    def possible_families(self) -> Families:
-        """The families that share δ, as far as that is known before γ is chosen."""
-        return self.families if self.config.gamma is None else self.split_by_gamma(self.config.gamma)[0]
 
     def claim(self, families: Collection[str]) -> certify.Claim:
         """The claim of every rule. Families share δ equally: all certificates are right with confidence 1 − δ. Rules of
@@ -350,7 +345,7 @@ class TuneJob:
 
     def describe_outlook(self) -> str:
         """What so many prompts can certify, before any is decoded."""
-        families = self.possible_families
+        families, _ = self.split_by_gamma(self.config.gamma)
         claim = self.claim(families)
         fewest = certify.find_fewest_prompts(claim.epsilon, claim.delta)
         needed = certify.estimate_needed_prompts(claim.epsilon, claim.delta)

@@ -26,6 +26,7 @@ _QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the
 _THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # thresholds of a judge without a quality curve
 Families = dict[str, tuple[str, ...]]  # the rules of each family as text, from strict to loose
 RefusedRule = tuple[str, str, str]  # the family and text of a rule that does not work with the γ of a run, and why
+SplitFamilies = tuple[Families, list[RefusedRule]]
 BASELINES = ("exact", "plain")
 Speeds = Sequence[dict[str, Any]]  # rows of load, rule, γ, tokens per cycle and expected tokens/s
 
@@ -46,8 +47,8 @@ def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
     return tuple(f"judged:{text}" for theta, text in sorted(distinct.items(), reverse=True) if theta < 1)
 
 
-def split_by_gamma(families: Families, gamma: int, judge: JudgeConfig | None) -> tuple[Families, list[RefusedRule]]:
-    """Families with the rules that work at this γ, and the other rules; raises if none works."""
+def split_by_gamma(families: Families, gamma: int | None, judge: JudgeConfig | None) -> SplitFamilies:
+    """Families with the rules that work at this γ, None: at some, and the other rules; raises if none works."""
     kept: Families = {}
     refused: list[RefusedRule] = []
     for family, rules in families.items():
