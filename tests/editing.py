@@ -10,9 +10,11 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from selfjudge.decoding.edits import LogitsEdit
+
 
 @dataclass
-class Forbid:
+class Forbid(LogitsEdit):
     """Forbids tokens; `widths` notes how many rows of logits each pass had."""
 
     tokens: Sequence[int]
@@ -29,7 +31,7 @@ class Forbid:
 
 
 @dataclass
-class NoToken2x:
+class NoToken2x(LogitsEdit):
     """Forbids every token that the answer has already, drafts included: row i must follow drafts[:i]."""
 
     emitted: list[int] = field(default_factory=list)

@@ -152,7 +152,7 @@ def test_sampling_under_penalties_has_the_changed_distribution(kind: str) -> Non
     assert chisquare(observed, expected).pvalue > 1e-4
 
 
-class Only:
+class Only(LogitsEdit):
     """The first token is given."""
 
     def __init__(self, token: int) -> None:

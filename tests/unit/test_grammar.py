@@ -87,6 +87,35 @@ def test_exact_under_a_grammar_is_plain_decoding_under_it(
         jsonschema_rs.validate(SCHEMA, json.loads(speller.tokenizer.decode(answer[:-1])))
 
 
+@pytest.mark.parametrize("kind", ["auto", "reference"])
+def test_drafts_follow_the_grammar(speller: Pair, grammar: Grammar, expected: list[list[int]], kind: str) -> None:
+    """A draft that is the target itself, and so is right wherever it may say what it wants."""
+    target, gamma = speller.target, 3
+    engines = BatchEngines(make_engine(target, kind=kind), make_draft(target, target, kind=kind))
+    for text, answer in zip(PROMPTS, expected, strict=True):
+        request = Request(speller.encode(text, raw=True), 100, edits=(grammar.begin(),))
+        steps = list(decode(engines, [request], Exact(), gamma=gamma, eos_ids=[END]))
+        assert steps[-1].cycle == math.ceil((len(answer) - 1) / (gamma + 1))
+
+
+def test_a_refused_draft_becomes_the_likeliest_one_that_is_allowed(speller: Pair, grammar: Grammar) -> None:
+    edit = grammar.begin()
+    edit.advance(speller.encode('{"a": [', raw=True))
+    t, f, r, letter = (speller.encode(text, raw=True)[0] for text in "tfrz")
+    logits = torch.zeros(VOCAB)
+    logits[[t, f, letter]] = torch.tensor([1.0, 2.0, 3.0])
+    assert edit.draft([letter], logits, None) == f
+    assert edit.draft([t], logits, None) == t  # allowed
+    assert edit.draft([t, letter], logits, None) == r  # the only one
+    assert edit.draft([letter, letter], logits, None) == letter  # comes after a draft that is refused
+    ids = torch.tensor([letter, t, END])
+    assert edit.draft([letter], logits[ids], ids) == t
+    edit.advance(speller.encode('true], "b": "red", "c": null}', raw=True))
+    assert edit.draft([letter], logits, None) == END
+    assert edit.draft([END], logits, None) == END
+    assert edit.draft([END, letter], logits, None) == letter
+
+
 def test_rows_after_a_refused_draft_or_the_end_are_left_alone(speller: Pair, grammar: Grammar) -> None:
     edit, logits = grammar.begin(), torch.zeros(4, VOCAB)
     brace, letter, quote = (speller.encode(text, raw=True)[0] for text in ("{", "z", '"'))

@@ -212,7 +212,7 @@ def test_exact_rows_alone_cost_no_operation_more(kind: str) -> None:
 
 
 def test_rows_with_edits_and_traces_keep_theirs_to_themselves() -> None:
-    class Ban:
+    class Ban(LogitsEdit):
         def __init__(self) -> None:
             self.followed: list[int] = []
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selfjudge.decoding.edits import LogitsEdit
 from selfjudge.engine.base import Engine
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -26,7 +27,7 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class LogProbabilities:
+class LogProbabilities(LogitsEdit):
     """Notes the log-probabilities of every token of an answer. As the first edit of a row it sees the target's own."""
 
     def __init__(self, top: int = 0) -> None:
@@ -55,7 +56,7 @@ class LogProbabilities:
         self.noted += map(TokenLogprobs, tokens, chosen, best)
 
 
-class TokenBias:
+class TokenBias(LogitsEdit):
     """Adds a number to the logits of some tokens; BAN forbids them."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
@@ -69,7 +70,7 @@ class TokenBias:
         """A bias stays the same."""
 
 
-class LeastTokens:
+class LeastTokens(LogitsEdit):
     """Forbids the tokens that end an answer until it has so many."""
 
     def __init__(self, least: int, ends: Iterable[int]) -> None:
@@ -82,7 +83,7 @@ class LeastTokens:
         self.left -= len(tokens)
 
 
-class Penalties:
+class Penalties(LogitsEdit):
     """Presence and frequency penalties over the answer's tokens; the one for repetition counts the prompt's, too."""
 
     def __init__(

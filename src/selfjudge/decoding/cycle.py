@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfjudge.decoding.edits import RowEdits, VerifiedLogits
+from selfjudge.decoding.edits import RowEdits, VerifiedLogits, improve_drafts
 from selfjudge.decoding.guards import GuardedBlock
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules
@@ -140,6 +140,7 @@ class Cycle:
         self.output: Output | None = None
         self.block: Block | None = None
         self.guarded: GuardedBlock | None = None
+        self.edits: Sequence[RowEdits] = ()  # of the rows, while the phases run
         self.verified: VerifiedLogits | None = None  # for the edits of rows
         self.packed: Packed | None = None
         self.timer: PhaseTimer | None = None  # of a cycle that is prepared
@@ -184,6 +185,7 @@ class Cycle:
 
     def run_phases(self, timer: PhaseTimer, edits: Sequence[RowEdits] = ()) -> None:
         """Start the four phases, captured or not; edits of rows act on the host between the second and the third."""
+        self.edits = edits
         for name, phase in zip(PHASES, self.captured or self._phases(), strict=True):
             if edits and name == "judge":
                 assert self.verified is not None
@@ -241,6 +243,8 @@ class Cycle:
                 if self.rule.reads_draft:
                     drawn_from.append(_over_vocabulary(replace_non_finite(logits), size, ids))
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
+            if self.edits and sampling is None and not draft.static:
+                tokens[-1] = improve_drafts(self.edits, tokens, logits, ids)
             if draft_on is not None and not draft_on(partial(_probabilities, known, chosen)):
                 break
             if i + 1 < self.gamma:

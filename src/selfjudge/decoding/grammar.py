@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.edits import RowEdits
+from selfjudge.decoding.edits import LogitsEdit, RowEdits
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.pair import Pair
 
@@ -164,7 +164,7 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Grammar:
+class Grammar(LogitsEdit):
     """A compiled grammar, and from `begin` on the edit of logits that allows one answer its tokens alone."""
 
     matcher: LLMatcher
@@ -183,9 +183,23 @@ class Grammar:
             masks.append(matcher.compute_bitmask())
         if len(masks) > 1:
             matcher.rollback(len(masks) - 1)
-        packed = torch.from_numpy(np.frombuffer(b"".join(masks), np.uint8).astype(np.int32)).to(logits.device)
-        added = torch.nn.functional.embedding(packed, _byte_table(logits.dtype, logits.device))  # [bytes, 8]
-        logits[: len(masks)] += added.view(len(masks), -1)[:, : logits.shape[-1]]
+        logits[: len(masks)] += _unpack(masks, logits)[:, : logits.shape[-1]]
+
+    def draft(self, drafts: Sequence[int], logits: Tensor, ids: Tensor | None) -> int:
+        """The newest draft, or the likeliest that is allowed where the grammar refuses it."""
+        *before, newest = drafts
+        followed, matcher = 0, self.matcher
+        while followed < len(before) and before[followed] not in self.eos_ids:
+            if not matcher.try_consume_tokens([before[followed]]):
+                break
+            followed += 1
+        if followed == len(before) and not matcher.validate_tokens([newest]):
+            added = _unpack([matcher.compute_bitmask()], logits)[0]
+            best = int((logits + (added[: len(logits)] if ids is None else added[ids])).argmax())
+            newest = best if ids is None else int(ids[best])
+        if followed:
+            matcher.rollback(followed)
+        return newest
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.matcher.try_consume_tokens([token for token in tokens if token not in self.eos_ids])
@@ -197,6 +211,12 @@ def check_edits(edits: RowEdits) -> None:
         if isinstance(edit, Grammar) and edit.matcher.is_error():
             reason = _reason(edit.matcher)
             raise SelfJudgeError(f"the schema or grammar was given up in the middle of an answer: {reason}")
+
+
+def _unpack(masks: Sequence[bytes], logits: Tensor) -> Tensor:
+    """[masks, V or more] what masks add to logits."""
+    packed = torch.from_numpy(np.frombuffer(b"".join(masks), np.uint8).astype(np.int32)).to(logits.device)
+    return torch.nn.functional.embedding(packed, _byte_table(logits.dtype, logits.device)).view(len(masks), -1)
 
 
 @lru_cache(8)

@@ -107,7 +107,7 @@ class LabelledRows:
             folders=list(folders),
             manifests=manifests,
             hidden_size=int(manifests[0]["hidden_size"]),
-            taus=[manifest["tau"] if manifest["method"] == "selfjudge" else None for manifest in manifests],
+            taus=[_read_tau(manifest) for manifest in manifests],
             suffix_lengths=[manifest["suffix_length"] for manifest in manifests],
             keys=list(numbers),
             n_prompts=len(numbers),
@@ -263,6 +263,11 @@ def _split_chunks(waiting: Sequence[Chunk], most: int, device: torch.device | No
     joined = (torch.cat(parts) for parts in zip(*waiting, strict=True))
     for columns in zip(*(column.split(most) for column in joined), strict=True):
         yield Chunk(*(column.to(device) for column in columns))
+
+
+def _read_tau(manifest: Mapping[str, Any]) -> float | None:
+    """τ of the one method that has it: older folders of other methods carry one that nothing used."""
+    return manifest["tau"] if manifest["method"] == "selfjudge" else None
 
 
 def _check_one_target(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
