@@ -254,7 +254,7 @@ def test_rules_are_compared_with_exact_and_plain_decoding_by_turns() -> None:
 
 
 def test_the_interval_of_a_speed_over_four_turns_covers_it_in_95_of_100_runs() -> None:
-    """A percentile bootstrap over four turns covers it in 81."""
+    """A percentile bootstrap over four turns covers it in 80."""
     rng, covered, runs = np.random.default_rng(0), 0, 2000
     ours, exact = plan("margin:1", 5), plan("exact", 3)
     for seconds in np.exp(rng.normal(0, 0.03, (runs, 2, 4))).tolist():
