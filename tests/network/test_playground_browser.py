@@ -275,6 +275,7 @@ def test_an_error_is_one_line(browser: Browser, start: Callable[..., Server], en
     ask(browser, "w1")
     lossless, relaxed = cards(browser)
     assert lossless["problem"] is None
+    assert [card["parts"] for card in (lossless, relaxed)] == [-1, -1]  # an answer that failed parts from none
     assert relaxed["problem"].startswith("unknown rule 'nonsense'; rules are:")
     assert browser.run("document.querySelector('.error').getAttribute('role')") == "alert"
     assert browser.run("messagesBefore([])") == []  # the next question does not follow one without an answer
@@ -376,7 +377,7 @@ def test_text_can_be_told_from_what_is_behind_it(opened: Browser, scheme: str) -
 
 def vllm_chunks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What vLLM streams: texts with the target's own log-probabilities, an end token without text, the finish."""
-    off = json.loads(body["vllm_xargs"]["selfjudge"]).get("off", False)
+    off = json.loads(body.get("vllm_xargs", {}).get("selfjudge", "{}")).get("off", False)
     second = ("b", [("b", -0.1), ("c", -2.5)]) if off else (HOSTILE, [(HOSTILE, -2.0), ("b", -0.1)])
     for texts in ([("a", [("a", -0.2), ("x", -3.0)])], [second, (" d", [(" d", 0.0)])], [("<end>", [("<end>", 0.0)])]):
         content = [
@@ -404,7 +405,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await request.json()
-        assert "gamma" not in json.loads(body["vllm_xargs"]["selfjudge"])
+        if "vllm_xargs" in body:  # the server's own rule is asked for by saying nothing
+            asked = json.loads(body["vllm_xargs"]["selfjudge"])
+            assert asked
+            assert "gamma" not in asked
 
         async def events() -> AsyncIterator[str]:
             for chunk in vllm_chunks(body):
@@ -443,4 +447,22 @@ def test_before_vllm(browser: Browser, vllm: str) -> None:
     browser.point(".token.judge")
     found = hint(browser)
     assert (found["target’s choice"], found["judge’s score"]) == ("b, p 0.905", "not told by vLLM")
-    assert "vllm_xargs" in browser.run("python(cards.get(document.querySelectorAll('.card')[1]))")
+    copies = browser.run("[...document.querySelectorAll('.card')].map(node => python(cards.get(node)))")
+    assert ["vllm_xargs" in copy for copy in copies] == [True, False]
+
+
+def test_before_vllm_tools_that_need_not_be_called_leave_the_rule(browser: Browser, vllm: str) -> None:
+    """vLLM has a grammar only for calls that must be made."""
+    visit(browser, vllm)
+    browser.run("document.getElementById('tools').value = pretty(EXAMPLE_TOOLS)")
+    for choice, names, note in (
+        ("", ["Lossless", "Relaxed"], "A learned judge also accepts drafts"),
+        ("one", ["Lossless"], "Under a schema or tools every rule verifies exactly."),
+    ):
+        browser.choose("#choice", choice)
+        browser.run("document.getElementById('settings').dispatchEvent(new Event('input'))")
+        assert browser.run("document.getElementById('rule-note').textContent").startswith(note)
+        ask(browser, "w1")
+        assert [card["name"] for card in cards(browser)] == names
+    results = "requests([{role: 'tool', tool_call_id: '1', content: 'x'}]).map(({name}) => name)"
+    assert browser.run(results) == ["Lossless", "Relaxed"]  # after a result the model may answer

@@ -203,7 +203,7 @@ function markParting(all) {
   let same = 0;
   while (same < a.length && a[same] === b[same]) same += 1;
   const over = all.find((card) => card.text.length === same); // one is the beginning of the other
-  if (over && !(over.done && a.length !== b.length)) return;
+  if (over && (!over.done || over.problem || a.length === b.length)) return;
   for (const card of all) {
     let end = 0;
     const cell = card.cells.find((each) => (end += each.textContent.length) > same);

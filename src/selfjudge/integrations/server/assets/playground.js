@@ -24,13 +24,13 @@ function requestBody(asked, how) {
   if (asked[0].role === "tool") delete body.tool_choice; // after a result the model may answer
   if (!isVllm()) return { ...body, selfjudge: { ...how, tokens: true } };
   const { gamma: _, ...options } = how;
-  return { ...body, logprobs: true, top_logprobs: 2, vllm_xargs: { selfjudge: JSON.stringify(options) } };
+  return { ...body, logprobs: true, top_logprobs: 2, ...(Object.keys(options).length && { vllm_xargs: { selfjudge: JSON.stringify(options) } }) };
 }
 
 // the request of the answer, and before it that of what it is compared with
 function requests(asked) {
-  const how = chosen(), lossless = isLossless(), against = reference();
-  const own = { name: lossless ? "Lossless" : "Relaxed", lossless, body: requestBody(asked, how) };
+  const how = chosen(), sent = requestBody(asked, how), lossless = isLossless(sent), against = reference(sent);
+  const own = { name: lossless ? "Lossless" : "Relaxed", lossless, body: sent };
   if (!against) return [own];
   const isPlain = against === "plain", gamma = isPlain ? 0 : how.gamma ?? state.facts.gamma; // the rule alone differs
   const body = requestBody(asked, { off: true, ...(gamma === undefined ? {} : { gamma }) });

@@ -74,10 +74,11 @@ function chosenFields() {
   return fields;
 }
 
-const isFormed = () => Boolean(at("format").value || at("tools").value.trim()); // then every rule verifies exactly
-const isLossless = () => isFormed() || LOSSLESS.includes(chosen().rule ?? state.facts.rule);
+// whether every rule verifies these fields exactly; vLLM has no grammar for calls that the model need not make
+const isFormed = ({ response_format, tools, tool_choice }) => Boolean(response_format || (tools && (tool_choice || !isVllm())));
+const isLossless = (fields = chosenFields()) => isFormed(fields) || LOSSLESS.includes(chosen().rule ?? state.facts.rule);
 // what stands beside an answer: nothing where it would be the same request
-const reference = () => (at("compare").value === "exact" && isLossless() ? "" : at("compare").value);
+const reference = (fields) => (at("compare").value === "exact" && isLossless(fields) ? "" : at("compare").value);
 
 function refreshSettings() {
   const rule = (ruleText() || state.facts.rule || "").split(":")[0];
@@ -94,13 +95,13 @@ function refreshSettings() {
   }
   at("amount-said").textContent = Number(at("amount").value).toFixed(2);
   at("temperature-said").textContent = Number(at("temperature").value) ? at("temperature").value : "0, greedy";
-  at("compare").options[2].disabled = isLossless();
-  at("rule-note").textContent = isFormed() ? "Under a schema or tools every rule verifies exactly." : RULES[at("rule").value === "topk:2" ? "topk:2" : rule]?.[1] ?? "";
-  const own = state.facts.gamma; // where the box names none
-  if (own !== undefined) at("gamma").options[0].textContent = `the server’s: ${own}`; // else not connected yet
   at("schema-label").hidden = at("format").value !== "json_schema";
   if (at("format").value === "json_schema" && !at("schema").value) at("schema").value = pretty(EXAMPLE_SCHEMA);
-  chosenFields();
+  const fields = chosenFields();
+  at("compare").options[2].disabled = isLossless(fields);
+  at("rule-note").textContent = isFormed(fields) ? "Under a schema or tools every rule verifies exactly." : RULES[at("rule").value === "topk:2" ? "topk:2" : rule]?.[1] ?? "";
+  const own = state.facts.gamma; // where the box names none
+  if (own !== undefined) at("gamma").options[0].textContent = `the server’s: ${own}`; // else not connected yet
   store.set(SETTINGS, describeSettings());
 }
 
