@@ -267,6 +267,9 @@ def test_vllm_requests_are_asked_twice_until_the_certificate_is_refuted(
         last = await front.post()
         assert len(front.app.requests) == before + 1  # no second answer any more
         assert "other" in await front.post(vllm_xargs={"selfjudge": '{"theta": 0.5}'})
+        for nothing in ("{}", '{"off": false}'):  # leaves the rule to the engine, too
+            await front.post(vllm_xargs={"selfjudge": nothing})
+            assert front.app.requests[-1]["vllm_xargs"] == {"selfjudge": '{"off": true}'}
         return last
 
     assert "same" in asyncio.run(traffic())
@@ -284,14 +287,16 @@ def test_vllm_requests_that_cannot_be_compared_pass_untouched(recipe: Path, monk
     front = Front(recipe, monkeypatch)
     alone = [
         {"temperature": 0.7}, {"n": 2}, {"tools": [{"type": "function"}]}, {"vllm_xargs": {"selfjudge": '{"off": true}'}},
-        {"path": "/v1/embeddings"},
+        {"path": "/v1/embeddings"}, {"response_format": {"type": "json_object"}}, {"guided_regex": "[a-z]+"},
+        {"structured_outputs": {"choice": ["a", "b"]}}, {"vllm_xargs": {"selfjudge": "{"}}, {"vllm_xargs": []},
     ]  # fmt: skip
     for request in alone:
         before = len(front.app.requests)
         asyncio.run(front.post(**request))
         assert len(front.app.requests) == before + 1, request
+    assert not front.outcomes()
     front.app.status = 429
-    asyncio.run(front.post())
+    asyncio.run(front.post(response_format={"type": "text"}, structured_outputs=None))
     assert front.outcomes() == {"failed": 1}
     assert front.monitor.count == 0
     nobody = Front(recipe, monkeypatch, share=0.0)

@@ -160,6 +160,9 @@ def test_settings_that_make_no_sense_are_refused(additional: Any, message: str) 
     [
         (None, ("judged", 0.7, 0)),
         ({"other": 1}, ("judged", 0.7, 0)),
+        ({"selfjudge": {}}, ("judged", 0.7, 0)),
+        ({"selfjudge": "{}"}, ("judged", 0.7, 0)),
+        ({"selfjudge": '{"rule": null}'}, ("judged", 0.7, 0)),
         ({"selfjudge": {"off": True}}, None),
         ({"selfjudge": {"off": False}}, ("judged", 0.7, 0)),
         ({"selfjudge": {"theta": 0}}, ("judged", 0, 0)),
@@ -194,8 +197,8 @@ def params(wish: Any, temperature: float = 0.0) -> Any:
 
 @pytest.mark.parametrize(
     "wish",
-    ["off", "{", 3, {}, {"off": 1}, {"theta": 7}, {"off": True, "theta": 0.1}, {"x": 1}, {"rule": "nope"},
-     {"price": -1}, {"rule": None}, {"rule": "fly"}, {"theta": 0.1, "price": 0.1}, {"rule": "kl"}, {"rule": "asd"}],
+    ["off", "{", 3, [], {"off": 1}, {"theta": 7}, {"off": True, "theta": 0.1}, {"x": 1}, {"rule": "nope"},
+     {"price": -1}, {"rule": 3}, {"rule": "fly"}, {"theta": 0.1, "price": 0.1}, {"rule": "kl"}, {"rule": "asd"}],
 )  # fmt: skip
 def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None:
     heard: list[str] = []

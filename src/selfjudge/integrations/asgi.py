@@ -78,6 +78,23 @@ def replay(messages: Sequence[Message], rest: Receive) -> Receive:
     return receive
 
 
+class Reply:
+    """Collects the messages of a response, which also go to `send`."""
+
+    def __init__(self, send: Send | None = None) -> None:
+        self.send = send
+        self.messages: list[Message] = []
+
+    async def __call__(self, message: Message) -> None:
+        if self.send is not None:
+            await self.send(message)
+        self.messages.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+
 class HostNames:
     """The names by which a server may be asked: those of this machine, and those that `allowed` adds. A page elsewhere
     can have its own name point at this machine (DNS rebinding), and would count as one of this server's."""

@@ -9,7 +9,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
-from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, send_response
+from selfjudge.integrations.asgi import ASGI, Receive, Reply, Scope, Send, send_response
 from selfjudge.store import hash_source, read_asset
 
 if TYPE_CHECKING:
@@ -62,14 +62,9 @@ class Playground:
             await self.app(scope, receive, send)
 
     async def _send_models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        messages: list[Message] = []
-
-        async def collect(message: Message) -> None:
-            messages.append(message)
-
-        await self.app(scope, receive, collect)
-        start, *rest = messages
-        body = b"".join(message.get("body", b"") for message in rest)
+        reply = Reply()
+        await self.app(scope, receive, reply)
+        start, body = reply.messages[0], reply.body
         if start["status"] == 200:
             models = json.loads(body)
             for model in models.get("data", ()):

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from selfjudge.decoding.rule_parser import OPEN_REQUEST, STRICT, RuleRequest, with_options
+from selfjudge.decoding.rule_parser import STRICT, RuleRequest, with_options
 from selfjudge.decoding.rules import AcceptanceRule, Judged, JudgeOnly
 from selfjudge.decoding.rules_baselines import Divergence, RegretBudget
 from selfjudge.errors import SelfJudgeError
@@ -52,6 +52,22 @@ def read_settings(additional: Any) -> RuleRequest:
     return own
 
 
+def read_options(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is under "selfjudge", an object or JSON text: {"off": True}, or some of `REQUEST_FIELDS`; nothing where a
+    request leaves its rule to the engine, as with {} and {"off": false}."""
+    given = (extra_args or {}).get(KEY)
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        given = parse_object(given, "the request's `selfjudge`")
+    if isinstance(given, Mapping) and list(given) == ["off"] and isinstance(given["off"], bool):
+        return {"off": True} if given["off"] else {}
+    if not isinstance(given, Mapping) or not set(given) <= set(REQUEST_FIELDS):
+        fields = ", ".join(REQUEST_FIELDS)
+        raise SelfJudgeError(f"a request gives `off` as true or false, or some of {fields}, not {str(given)[:60]!r}")
+    return {name: value for name, value in given.items() if value is not None}
+
+
 class RequestRules:
     """The rule of each request; None is lossless. A request with options that cannot be read, or with a temperature and
     a rule that is greedy here, is decoded losslessly, and the log says so once."""
@@ -87,24 +103,11 @@ class RequestRules:
         return rule
 
     def requested(self, extra_args: Mapping[str, Any] | None) -> AcceptanceRule | None:
-        """The rule of `extra_args` {"selfjudge": {"off": true}}, or of some of `REQUEST_FIELDS` in the inner object,
-        which may also be JSON text."""
-        options = (extra_args or {}).get(KEY)
-        if options is None:
-            return self.default
-        if isinstance(options, str):
-            options = parse_object(options, "the request's `selfjudge`")
-        if isinstance(options, Mapping) and list(options) == ["off"]:
-            if not isinstance(options["off"], bool):
-                raise SelfJudgeError(f"`off` must be true or false, not {options['off']!r}")
-            return None if options["off"] else self.default
-        readable = isinstance(options, Mapping) and set(options) <= set(REQUEST_FIELDS)
-        asked = RuleRequest(**options) if readable else OPEN_REQUEST
-        if asked == OPEN_REQUEST:
-            raise SelfJudgeError(
-                f"a request gives `off`, or some of {', '.join(REQUEST_FIELDS)}, not {str(options)[:60]!r}"
-            )
-        return self._resolve(asked.inherit(self.own))
+        """The rule of a request with these `extra_args`."""
+        options = read_options(extra_args)
+        if "off" in options:
+            return None
+        return self._resolve(RuleRequest(**options).inherit(self.own)) if options else self.default
 
     def _resolve(self, request: RuleRequest) -> AcceptanceRule | None:
         if not request.options.get("guard", True):

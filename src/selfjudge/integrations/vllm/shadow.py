@@ -16,9 +16,9 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations import asgi
-from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, left, read_body, replay
+from selfjudge.integrations.asgi import ASGI, Message, Receive, Reply, Scope, Send, left, read_body, replay
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.vllm.config import KEY, parse_object
+from selfjudge.integrations.vllm.config import KEY, parse_object, read_options
 from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer, watch, watch_scope
 from selfjudge.tune.recipe import Recipe
 
@@ -62,21 +62,21 @@ class ShadowMiddleware:
             await asgi.refuse(send, large)
             return
         request = _parse(body or b"")
-        if request is not None and KEY in _extras(request):
-            request = None  # it names its rule
+        if request is not None and not _leaves_rule(request):
+            request = None
         if request is not None:
             self.shadow.notice(describe_answer(_prompt(request), 0, 0, 0))
             if refuted:
                 scope, messages = _with_body(scope, _lossless(request))
         chosen = request is not None and _comparable(request) and self.shadow.choose()
-        first = _ResponseText(send)
+        first = Reply(send)
         self.under_way += 1
         try:
             await self.app(scope, replay(messages, receive), first if chosen else send)
         finally:
             self.under_way -= 1
             if request is not None and chosen:
-                task = asyncio.create_task(self._ask_again(scope, request, first.text))
+                task = asyncio.create_task(self._ask_again(scope, request, _text(first)))
                 self._second.add(task)
                 task.add_done_callback(self._second.discard)
 
@@ -90,17 +90,19 @@ class ShadowMiddleware:
                 return
             alone = {key: value for key, value in request.items() if key not in ("stream", "stream_options")}
             scope, messages = _with_body(scope, _lossless(alone))
-            second = _ResponseText()
-            await self.app(scope, replay(messages, _never), second)
-            if (exact := second.text) is not None:
+            second = Reply()
+            await self.app(scope, replay(messages, asyncio.Future), second)
+            if (exact := _text(second)) is not None:
                 difference = await asyncio.to_thread(compute_loss, exact, shown)
         finally:
             self.shadow.end(difference)
 
 
 def _comparable(request: dict[str, Any]) -> bool:
-    """Whether a request is greedy and has one answer in words."""
-    if request.get("temperature") != 0 or request.get("n") not in (None, 1) or request.get("tools"):
+    """Whether a request is greedy and has one answer in words. Under a grammar it is lossless, and shows nothing."""
+    formed = any(request[name] for name in request if name in ("tools", "structured_outputs") or name[:7] == "guided_")
+    formed = formed or request.get("response_format") not in (None, {"type": "text"})
+    if formed or request.get("temperature") != 0 or request.get("n") not in (None, 1):
         return False
     return isinstance(request.get("prompt", ""), str) or "messages" in request
 
@@ -119,31 +121,18 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-class _ResponseText:
-    """Collects the messages of a response, which also go to `send`; its text is None unless the answer is whole."""
-
-    def __init__(self, send: Send | None = None) -> None:
-        self.send = send
-        self.messages: list[Message] = []
-
-    async def __call__(self, message: Message) -> None:
-        if self.send is not None:
-            await self.send(message)
-        self.messages.append(message)
-
-    @property
-    def text(self) -> str | None:
-        start, *rest = self.messages or [{}]
-        if start.get("status") != 200 or not rest or rest[-1].get("more_body", False):
-            return None
-        body = b"".join(message.get("body", b"") for message in rest)
-        types = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
-        if not any(b"event-stream" in value for value in types):
-            return _first_text(_parse(body), "message")
-        events = [line.removeprefix(b"data:").strip() for line in body.splitlines()]
-        if b"[DONE]" not in events:
-            return None
-        return "".join(_first_text(_parse(event), "delta") or "" for event in events if event.startswith(b"{"))
+def _text(reply: Reply) -> str | None:
+    """The text of a response; None unless it is whole."""
+    start, *rest = reply.messages or [{}]
+    if start.get("status") != 200 or not rest or rest[-1].get("more_body", False):
+        return None
+    types = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
+    if not any(b"event-stream" in value for value in types):
+        return _first_text(_parse(reply.body), "message")
+    events = [line.removeprefix(b"data:").strip() for line in reply.body.splitlines()]
+    if b"[DONE]" not in events:
+        return None
+    return "".join(_first_text(_parse(event), "delta") or "" for event in events if event.startswith(b"{"))
 
 
 def _first_text(reply: dict[str, Any] | None, part: str) -> str | None:
@@ -151,12 +140,6 @@ def _first_text(reply: dict[str, Any] | None, part: str) -> str | None:
     choice: dict[str, Any] = next(iter((reply or {}).get("choices") or ()), {})
     text = choice.get("text") if "text" in choice else (choice.get(part) or {}).get("content")
     return text if isinstance(text, str) else None
-
-
-async def _never() -> Message:
-    """Nobody leaves who is not there."""
-    await asyncio.Event().wait()
-    raise AssertionError
 
 
 def _parse(body: bytes) -> dict[str, Any] | None:
@@ -168,7 +151,14 @@ def _parse(body: bytes) -> dict[str, Any] | None:
 def _extras(request: dict[str, Any]) -> dict[str, Any]:
     """What a request says besides OpenAI's fields; vLLM refuses what is not an object."""
     extras = request.get("vllm_xargs")
-    return extras if isinstance(extras, dict) else {} if extras is None else {KEY: None}
+    return extras if isinstance(extras, dict) else {} if extras is None else {KEY: ""}
+
+
+def _leaves_rule(request: dict[str, Any]) -> bool:
+    """Whether a request leaves its rule to the engine."""
+    with contextlib.suppress(SelfJudgeError):
+        return not read_options(_extras(request))
+    return False
 
 
 def _lossless(request: dict[str, Any]) -> dict[str, Any]:
