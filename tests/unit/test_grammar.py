@@ -226,7 +226,7 @@ def test_the_command_reads_a_schema(speller: Pair, tmp_path: Path) -> None:
 
 
 ENDLESS: list[dict[str, Any]] = [
-    {"$ref": "#"}, {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}},
+    {"$ref": "#"}, {"type": "object", "properties": {"a": {"$ref": ""}}, "required": ["a"]}, {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}},
     {"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "array", "minItems": 2, "prefixItems": [True, {"$ref": "#"}]},
     {"anyOf": [{"$ref": "#/$defs/a~1b"}, False], "$defs": {"a/b": {"allOf": [{"$ref": "#/$defs/c"}]}, "c": {"type": ["array"], "minItems": 1, "items": {"$ref": "#"}}}},
 ]  # fmt: skip
@@ -234,6 +234,8 @@ ENDING: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {"$ref": "#"}}}, {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "array", "items": {"$ref": "#"}},
     {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"$ref": "#/$defs/nothing"}, {"required": 3}, {"anyOf": [{"$ref": "#"}, {"const": 1}]},
     {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]}, "b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/c"}}, "c": {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}},
+    {"type": "object", "required": ["ab"], "patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": False},
+    {"$ref": "#top", "$defs": {"a": {"$anchor": "top", "type": "integer"}}}, {"$ref": "other.json#/$defs/a", "$defs": {"a": {"$ref": "#"}}},
     {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} if i < 100 else {} for i in range(101)}},
 ]  # fmt: skip
 

@@ -82,8 +82,10 @@ class _EndSearch:
     def _leads_to_end(self, reference: str) -> bool:
         if reference not in self.known and reference not in self.asked:
             self.asked.add(reference)
-            node = self.schema
-            for part in unquote(reference).removeprefix("#").split("/")[1:]:
+            node, (document, *parts) = self.schema, unquote(reference).split("/")
+            if reference and document != "#":
+                raise LookupError("an anchor, or another document")
+            for part in parts:
                 node = node[int(part) if isinstance(node, list) else part.replace("~1", "/").replace("~0", "~")]
             if self.ends(node):
                 self.known.add(reference)
@@ -93,8 +95,8 @@ class _EndSearch:
 def _list_needed(node: Mapping[str, Any], kind: str) -> list[Any]:
     """The schemas of what every object or array of a schema has in it."""
     if kind == "object":
-        rest, fields = node.get("additionalProperties", True), node.get("properties", {})
-        return [fields.get(name, rest) for name in node.get("required", ())]
+        rest = "patternProperties" in node or node.get("additionalProperties", True)  # a pattern may fit the name
+        return [node.get("properties", {}).get(name, rest) for name in node.get("required", ())]
     least, first = node.get("minItems", 0) if kind == "array" else 0, node.get("prefixItems", [])
     return [*first[:least], *([node.get("items", True)] if least > len(first) else [])]
 
