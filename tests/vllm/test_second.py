@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from engines import TINY_GAMMA, run, tiny_engine
+from engines import TINY_GAMMA, greedy, run, started, tiny_engine
 from heads import memorised
 from test_tiny import PROMPTS, SHORT, TOKENS, check, runs
 
@@ -41,6 +42,20 @@ def deep(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_rules_beside_a_head_say_what_the_torch_loop_says(deep: Path) -> None:
     pair = Pair.load(str(deep / "target"), str(deep / "head"), device="cpu", dtype="float32")
-    drafts = {"method": "eagle3", "model": str(deep / "head"), "num_speculative_tokens": TINY_GAMMA}
-    answers = run(tiny_engine(deep, speculative_config=drafts), runs(pair, SHORT), v2=True)
+    answers = run(tiny_engine(deep, speculative_config=head(deep)), runs(pair, SHORT), v2=True)
     check(pair, Judge.from_pretrained(deep / "hidden"), answers, SHORT)
+
+
+def head(deep: Path) -> dict[str, Any]:
+    return {"method": "eagle3", "model": str(deep / "head"), "num_speculative_tokens": TINY_GAMMA}
+
+
+def test_what_vllm_tries_out_before_the_first_request_is_neither_counted_nor_warned_about(deep: Path) -> None:
+    """It decodes with a temperature, which this rule does not take; a request with one is still warned about."""
+    engine = tiny_engine(deep, speculative_config=head(deep), worker_cls="trying.TryingWorker")
+    engine["additional_config"]["selfjudge"] = {"rule": "margin:1"}
+    said, answers = started(engine, [{"prompts": [[5, 6, 7]], "params": greedy(4) | {"temperature": 0.7}}], v2=True)
+    assert answers, said[-4000:]
+    before, counted, after = said.partition("counted before the first request: 0")
+    warned = "a request is decoded losslessly: rule 'margin' is greedy here"
+    assert [counted != "", warned in before, warned in after] == [True, False, True], said[-4000:]

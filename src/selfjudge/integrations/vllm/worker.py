@@ -34,6 +34,7 @@ class JudgeWorker(Base):
 
     _adapter: Any = None
     _counts: Counts | None = None
+    _reports = False
 
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
         self._settings, self._judge = config.load(vllm_config)
@@ -51,12 +52,11 @@ class JudgeWorker(Base):
         tokenizer = cached_tokenizer_from_config(self.model_config)
         special = config.guarded_ids(self.model_config, tokenizer)
         gamma = self.speculative_config.num_speculative_tokens
-        rules = config.RequestRules(self._settings, self._judge, special, gamma, logger.warning)
+        self._rules = rules = config.RequestRules(self._settings, self._judge, special, gamma)
         group = get_tp_group()
         served = self.model_config.served_model_name
         name = served[0] if isinstance(served, (list, tuple)) else served
         self._counts = Counts(device, str(name), str(self.parallel_config.data_parallel_rank))
-        self._reports = group.rank_in_group == 0
 
         def agree(mask: Tensor) -> Tensor:
             """The first rank's mask counts: one bit that differs would let ranks decode different texts."""
@@ -69,6 +69,14 @@ class JudgeWorker(Base):
         self._adapter = adapter(runner, Verification(approval, self._counts, rules, guards, agree))
         decides = "exact" if rules.default is None else rule_text(rules.default)
         logger.info("Rule %s decides, %d tokens are guarded", decides, len(special))
+
+    def compile_or_warm_up_model(self) -> Any:
+        """What vLLM tries out is not counted, and nothing is said about it."""
+        compiled = super().compile_or_warm_up_model()
+        if self._counts is not None:
+            self._counts.total.zero_()
+            self._rules.warn, self._reports = logger.warning, get_tp_group().rank_in_group == 0
+        return compiled
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
