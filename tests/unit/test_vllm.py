@@ -26,7 +26,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.vllm import serve
-from selfjudge.integrations.vllm.approval import COUNTERS, MARK, Approval, Counts, count_step
+from selfjudge.integrations.vllm.approval import COUNTERS, Approval, Counts, choose_mark, count_step
 from selfjudge.integrations.vllm.backend import outline_pair
 from selfjudge.integrations.vllm.config import RequestRules, parse_object, read_settings, target_sha256
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan
@@ -415,7 +415,16 @@ def test_a_mark_spares_banned_tokens_missing_drafts_and_special_choices() -> Non
     assert raised.tolist() == [False, False, False, False]  # banned, no draft, the row's choice is special
     assert aligned.tolist() == [False, False, False, True]
     assert drafted.tolist() == [True, False, True, True]
-    assert logits.max() < MARK
+    assert logits.max() < choose_mark(logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 2.0])
+def test_a_marked_draft_has_all_of_the_probability(dtype: torch.dtype, temperature: float) -> None:
+    """At the least temperature of vLLM, too, which its second runner of 0.26 applies in this dtype."""
+    logits = torch.tensor([[200.0, -100.0, 3.0]], dtype=dtype)
+    Approval(None, (), CPU).mark(logits, torch.tensor([1]), torch.tensor([True]))
+    assert (logits / temperature).float().softmax(-1).tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_the_hash_of_a_pulled_target_is_that_of_its_manifest(tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ from selfjudge.judge.model import Judge
 from selfjudge.ops import argmax_checked, has_triton
 from selfjudge.types import Block
 
-MARK = 1.0e4  # above every logit and far from what float32 cannot hold, at any sensible temperature
-
 COUNTERS = {
     "cycles": "Verified blocks of drafts.",
     "tokens": "Tokens emitted by them: accepted drafts and the target's own token after.",
@@ -29,6 +27,12 @@ COUNTERS = {
     "judged_tokens": "Drafts that a rule accepted although they were not the target's most likely token.",
 }
 EVERY = 1.0  # seconds between two reads of the device's counts
+
+
+def choose_mark(logits: Tensor) -> float:
+    """A number above every logit, which their dtype holds when it is divided by vLLM's least temperature, 0.01. The
+    second runner of 0.26 verifies in the dtype of the model, all others in float32."""
+    return 640.0 if logits.dtype == torch.float16 else 1.0e4
 
 
 @cache
@@ -159,13 +163,13 @@ class Approval:
             from selfjudge.integrations.vllm.approval_triton import mark
 
             flags = torch.empty((3, len(drafts)), dtype=torch.bool, device=logits.device)
-            mark(logits, drafts, approved, self.special, MARK, flags)
+            mark(logits, drafts, approved, self.special, choose_mark(logits), flags)
             return flags
         choice, _ = argmax_checked(logits)
         drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         at = logits.gather(1, drafts[:, None]).squeeze(1)
         raised = approved & drafted & (at > -math.inf) & ~self._special(choice)
-        logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
+        logits.scatter_(1, drafts[:, None], torch.where(raised, choose_mark(logits), at)[:, None])
         return torch.stack([raised, drafted & (choice == drafts), drafted])
 
     def _special(self, tokens: Tensor) -> Tensor:

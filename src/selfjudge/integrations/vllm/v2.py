@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
 from selfjudge.decoding.rules_by_row import encode
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.approval import MARK, Verification
+from selfjudge.integrations.vllm.approval import Verification, choose_mark
 from selfjudge.integrations.vllm.approval_triton import approvals, mark
 from selfjudge.integrations.vllm.signatures import exactly, has, takes, unknown
 from selfjudge.integrations.vllm.step_triton import RequestTable
@@ -131,7 +131,7 @@ class MarkProcessor:
             first = 0 if ctx is None else int(self._starts[self._slots.tolist().index(ctx.idx_mapping_np[0])])
             part, self._marked = slice(first, first + len(logits)), True
             drafts, flags = self.table.drafts[part], self.table.flags[:, part]
-            mark(logits, drafts, self.approved[part], self.approval.special, MARK, flags)
+            mark(logits, drafts, self.approved[part], self.approval.special, choose_mark(logits), flags)
         return logits
 
     def finish(self, batch: Any, emitted: Tensor) -> None:
