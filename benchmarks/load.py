@@ -221,9 +221,8 @@ class InProcess:
         sampling = Sampling(question.temperature) if question.temperature else None
         choice = self.scheduler.rules.choose(sampling=sampling, off=question.mode == "off")
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        job = CompletionJob(
-            self.prompts[question.prompt], choice, question.max_tokens, updates.put, seed=question.index, streamed=True
-        )
+        options = {"seed": question.index, "streamed": True}
+        job = CompletionJob(self.prompts[question.prompt], choice, question.max_tokens, updates.put, options)
         try:
             self.scheduler.submit(job)
         except ServerRefusal:

@@ -99,7 +99,7 @@ def test_requests_of_unlike_rules_share_a_batch(begin: Begin) -> None:
     for i, (rule, gamma, sampling) in enumerate(asked):
         updates: queue.Queue[Update] = queue.Queue()
         choice = scheduler.rules.choose(RuleRequest(rule, gamma=gamma), sampling, trace=i % 2 == 0)
-        made.append((CompletionJob((5, 6 + i), choice, 20, updates.put, seed=i), updates))
+        made.append((CompletionJob((5, 6 + i), choice, 20, updates.put, {"seed": i}), updates))
         scheduler.submit(made[-1][0])
     assert scheduler._prepare()
     assert len(scheduler._batches) == 1
@@ -109,7 +109,7 @@ def test_requests_of_unlike_rules_share_a_batch(begin: Begin) -> None:
         assert result is not None
         gamma = result.gamma if gamma == "auto" else gamma
         batch = Batch(scheduler.pair, rule or "sampling", gamma=gamma, sampling=sampling)
-        alone = batch.add(one.prompt, max_new_tokens=20, seed=one.seed)
+        alone = batch.add(one.prompt, max_new_tokens=20, **one.options)
         while len(batch):
             batch.step()
         assert result.tokens == tuple(alone.tokens), one.choice
@@ -319,7 +319,7 @@ def test_all_rows_of_a_pass_are_flushed_together(begin: Begin) -> None:
     scheduler.flush = lambda: flushed.append(len(sent))
     for number in range(3):
         asked, _ = job(scheduler, tokens=12)
-        asked.streamed, asked.send = True, partial(lambda n, update: sent.append((n, update)), number)
+        asked.options, asked.send = {"streamed": True}, partial(lambda n, update: sent.append((n, update)), number)
         scheduler.submit(asked)
     scheduler.start()
     while sum(update.result is not None for _, update in list(sent)) < 3:

@@ -82,9 +82,8 @@ class _EndSearch:
     def _leads_to_end(self, reference: str) -> bool:
         if reference not in self.known and reference not in self.asked:
             self.asked.add(reference)
-            node, (document, *parts) = self.schema, unquote(reference).split("/")
-            if reference and document != "#":
-                raise LookupError("an anchor, or another document")
+            document, *parts = unquote(reference or "#").split("/")
+            node = {"#": self.schema}[document]  # raises a KeyError for an anchor, and for another document
             for part in parts:
                 node = node[int(part) if isinstance(node, list) else part.replace("~1", "/").replace("~0", "~")]
             if self.ends(node):

@@ -199,14 +199,16 @@ class Completion:
             max_new_tokens=self._limit_length(len(prompt)),
             choice=self._choose_rule(sampling, edited=bool(edits)),
             send=partial(self.encoder.send, self.updates, number),
-            stop=body.stop,
-            stop_ids=body.stop_token_ids,
-            ignore_eos=bool(body.ignore_eos),
-            edits=(*edits, *last) if noted is None else (noted, *edits, *last),
+            options={
+                "stop": body.stop,
+                "stop_ids": body.stop_token_ids,
+                "ignore_eos": bool(body.ignore_eos),
+                "edits": (*edits, *last) if noted is None else (noted, *edits, *last),
+                "seed": seed,
+                "streamed": bool(body.stream),
+            },
             logprobs=noted,
             echoed=isinstance(body, TextRequest) and bool(body.echo),
-            seed=seed,
-            streamed=bool(body.stream or body.stop),
             detailed=self.options.tokens or noted is not None,
             key=self.request.state.key,
             arrived=self.request.state.arrived,  # encoding the prompt counts
@@ -276,7 +278,7 @@ class Completion:
             raise RefusedError(*FAILURES[update.failure])
         if update.result is not None:
             try:
-                check_edits(self.jobs[number].edits)
+                check_edits(self.jobs[number].options["edits"])
             except SelfJudgeError as error:
                 raise RefusedError(400, str(error), param=self.body.form) from None
         return number, update

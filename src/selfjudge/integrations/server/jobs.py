@@ -2,13 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from selfjudge.decoding.adjust import LogProbabilities
-from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import RuleChoice, Rules
@@ -44,14 +43,9 @@ class CompletionJob:
     choice: RuleChoice
     max_new_tokens: int
     send: Callable[[Update], None]
-    stop: Sequence[str] = ()
-    stop_ids: Collection[int] = ()
-    ignore_eos: bool = False
-    edits: RowEdits = ()
+    options: Mapping[str, Any] = field(default_factory=dict)  # more of what `Batch.add` is told
     logprobs: LogProbabilities | None = None  # one of the edits, whose notes are for the client
     echoed: bool = False  # whether the log-probabilities of the prompt are noted, too
-    seed: int = 0
-    streamed: bool = False
     detailed: bool = False  # whether updates carry tokens: all of them, also those without text of their own
     key: int = 0  # the number of the client's API key
     arrived: float = field(default_factory=time.perf_counter)
@@ -79,7 +73,7 @@ class ShadowJobs:
 
     def choose(self, job: CompletionJob) -> None:
         """Decide whether a job will be decoded both ways."""
-        plain = not (job.edits or job.stop_ids or job.ignore_eos)  # a second answer has none of these
+        plain = not any(map(job.options.get, ("edits", "stop_ids", "ignore_eos")))  # a second answer has none of these
         job.shadowed = plain and replace(job.choice, trace=False) == self._own and self.shadow.choose()
 
     def notice(self, job: CompletionJob, result: Generation) -> None:
@@ -96,8 +90,8 @@ class ShadowJobs:
         elif "judge" not in result.origins:
             self.shadow.end(0.0)
         else:
-            send, streamed = partial(self._take_second, result.text), bool(job.stop)
-            again = CompletionJob(job.prompt, self._exact, job.max_new_tokens, send, job.stop, streamed=streamed)
+            send, options = partial(self._take_second, result.text), {"stop": job.options.get("stop", ())}
+            again = CompletionJob(job.prompt, self._exact, job.max_new_tokens, send, options)
             self.waiting.append(replace(again, key=job.key, background=True))
 
     def _take_second(self, shown: str, update: Update) -> None:

@@ -82,21 +82,17 @@ class Scheduler:
         self._jobs: dict[Answer, CompletionJob] = {}  # those that are being decoded
         self._encoding: Counter[int] = Counter()  # requests whose prompt becomes token ids now, by key
         self._running = 0
-        self._prefilled = dict.fromkeys(MODES, 0)  # tokens that prefill yielded, which belong to no cycle
+        self._later, self._cycles = Counter[str](), Counter[str]()  # by mode: tokens after the first, and cycles
         self.closed = self._stopping = False
         self._thread = threading.Thread(target=self._work, name="decode", daemon=True)
         metrics.gauge("queue_depth", lambda: len(self._queue))
         metrics.gauge("encoding", self._encoding.total)
         metrics.gauge("running", lambda: self._running)
         metrics.gauge("batches", lambda: len(self._batches))
-        self._gamma = dict.fromkeys(MODES, 0)
+        self._gamma, self._mean_length = dict.fromkeys(MODES, 0), dict.fromkeys(MODES, 0.0)
         for mode in MODES:
-            metrics.gauge("mean_accepted_length", partial(self._mean_accepted_length, mode), mode=mode)
+            metrics.gauge("mean_accepted_length", partial(self._mean_length.__getitem__, mode), mode=mode)
             metrics.gauge("gamma", partial(self._gamma.__getitem__, mode), mode=mode)
-
-    def _mean_accepted_length(self, mode: str) -> float:
-        cycles = self.metrics.total("cycles_total", mode=mode)
-        return (self.metrics.total("tokens_total", mode=mode) - self._prefilled[mode]) / cycles if cycles else 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -244,19 +240,8 @@ class Scheduler:
                     job.logprobs.read_prompt(engines.target, job.prompt)
             if batch is None:
                 batch = job.choice.make_batch(self.pair, self.config)
-            answer = batch.add(
-                job.prompt,
-                max_new_tokens=job.max_new_tokens,
-                stop=job.stop,
-                seed=job.seed,
-                streamed=job.streamed,
-                by_step=not job.detailed,
-                stop_ids=job.stop_ids,
-                ignore_eos=job.ignore_eos,
-                edits=job.edits,
-                salt=job.key,
-                **job.choice.of_row,
-            )
+            own = {"streamed": False, "by_step": not job.detailed, "salt": job.key, **job.options, **job.choice.of_row}
+            answer = batch.add(job.prompt, max_new_tokens=job.max_new_tokens, **own)
         except Exception:
             LOG.exception("an answer could not be started")
             self._end(job, None, "error")
@@ -320,7 +305,8 @@ class Scheduler:
         self.metrics.add("generations_total", mode=mode, finish=finish)
         self.metrics.observe("request_seconds", now - job.arrived, mode=mode)
         if answer is not None:
-            if answer.cycles and (later := len(answer.tokens) - 1) > 0:
+            later = max(0, len(answer.tokens) - 1)
+            if answer.cycles and later:
                 self.metrics.observe("time_between_tokens_seconds", (now - job.begun) / later, mode=mode)
                 self.metrics.observe("accepted_length", later / answer.cycles, mode=mode)
             self.metrics.add("prompt_tokens_total", answer.prompt_tokens, mode=mode)
@@ -329,7 +315,9 @@ class Scheduler:
             self.metrics.add("drafted_tokens_total", answer.drafted, mode=mode)
             for origin in ("draft", "judge", "target"):
                 self.metrics.add("tokens_total", answer.origins.count(origin), mode=mode, origin=origin)
-            self._prefilled[mode] += bool(answer.tokens)
+            self._later[mode] += later
+            self._cycles[mode] += answer.cycles
+            self._mean_length[mode] = self._later[mode] / max(1, self._cycles[mode])
 
 
 def _choose_rows(pair: Pair, choice: RuleChoice, config: ServerConfig, context: int) -> int:

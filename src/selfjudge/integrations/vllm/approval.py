@@ -30,8 +30,7 @@ EVERY = 1.0  # seconds between two reads of the device's counts
 
 
 def choose_mark(logits: Tensor) -> float:
-    """A number above every logit, which their dtype holds when it is divided by vLLM's least temperature, 0.01. The
-    second runner of 0.26 verifies in the dtype of the model, all others in float32."""
+    """A number above every logit; divided by vLLM's least temperature, 0.01, it fits their dtype, as 0.26 needs it."""
     return 640.0 if logits.dtype == torch.float16 else 1.0e4
 
 
@@ -101,7 +100,7 @@ class Approval:
         self.judge = None if judge is None else judge.to(device)
         self.special = torch.tensor(list(special), dtype=torch.long, device=device)
         self.fused = device.type == "cuda" and has_triton()
-        self.weights = None if judge is None or not self.fused else judge.kernel_weights()
+        self.weights = None if judge is None else judge.kernel_weights()
 
     def __call__(
         self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan, exact: Tensor | None = None

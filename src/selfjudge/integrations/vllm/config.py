@@ -56,8 +56,7 @@ def read_options(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """What is under "selfjudge", an object or JSON text: {"off": True}, or some of `REQUEST_FIELDS`; nothing where a
     request leaves its rule to the engine, as with {} and {"off": false}."""
     given = (extra_args or {}).get(KEY)
-    if given is None:
-        return {}
+    given = {} if given is None else given
     if isinstance(given, str):
         given = parse_object(given, "the request's `selfjudge`")
     if isinstance(given, Mapping) and list(given) == ["off"] and isinstance(given["off"], bool):

@@ -75,7 +75,6 @@ class MarkProcessor:
 
     def __init__(self, verification: Verification, slots: int, gamma: int) -> None:
         self.verification, self.approval = verification, verification.approval
-        self.weights = None if self.approval.judge is None else self.approval.judge.kernel_weights()
         self.prompts: deque[Sequence[int] | None] = deque()  # of requests about to be added, in order
         self.rules: list[AcceptanceRule | None] = [None] * slots
         guards = verification.guards
@@ -104,7 +103,7 @@ class MarkProcessor:
             self._slots, self._asked = slots, [self.rules[slot] for slot in slots.tolist()]
             codes = [encode(rule) for rule in self._asked]
             self._judged = any(isinstance(rule, Judged) for rule in self._asked)
-            self._fused = None not in codes and (self.weights is not None or not self._judged)
+            self._fused = None not in codes and (self.approval.weights is not None or not self._judged)
             self._looks_ahead = any(code is not None and (code.price < math.inf or code.window) for code in codes)
         if not any(self._asked):
             return
@@ -115,7 +114,7 @@ class MarkProcessor:
         if self._fused:
             blocks = (batch.cu_num_logits, table.counts[: batch.num_reqs], table.price, table.window)
             approved = approvals(
-                self.weights if self._judged else None, states, logits, table.rows[:n], table.drafts[:n],
+                self.approval.weights if self._judged else None, states, logits, table.rows[:n], table.drafts[:n],
                 table.value, table.limit, self.approval.special, blocks if self._looks_ahead else None,
             )  # fmt: skip
         else:  # the last row of a request counts as one that predicts a missing draft
