@@ -9,10 +9,15 @@ from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 import selfjudge
+from equality import greedy
 from selfjudge import AsyncBatch, AsyncStream, Pair, Sampling, SelfJudgeError, generate
-from selfjudge.decoding.text import Batch
+from selfjudge.decoding.rules import Exact, Judged, Margin, SpeculativeSampling
+from selfjudge.decoding.text import Batch, share_rules
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from spelling import save_spellers
 
 PROMPTS = ["w1 w2", "w3 w4 w5", "w6", "w7 w8 w9 w10", "w11"]
@@ -72,6 +77,23 @@ def test_answers_are_those_given_alone(tiny_pair: Pair) -> None:
             assert (answer.tokens, answer.text, answer.finish) == (alone.tokens, alone.text, alone.finish), (rule, own)
 
     run(test)
+
+
+@pytest.mark.parametrize("gamma", [9, 10])
+@pytest.mark.parametrize("name", ["exact", "sampling", "judged"])
+def test_beside_a_row_of_many_drafts_another_leaves_gamma_open(tiny_pair: Pair, name: str, gamma: int) -> None:
+    """Of its own accord a row drafts at most 8 tokens, or with `confirm=8` 9."""
+    judge = Judge(JudgeConfig(tiny_pair.hidden_size, thresholds={"R": 0.5}), torch.ones(tiny_pair.hidden_size))
+    rules = {"exact": Exact(), "sampling": SpeculativeSampling(Sampling(0.9)), "judged": Judged(judge, 0.3, confirm=8)}
+    batch = Batch(tiny_pair, rows=2, length=90, shared=share_rules(tiny_pair, judge))
+    first = batch.add([5, 6, 7], max_new_tokens=50, rule=Margin(2.0), gamma=gamma, ignore_eos=True)
+    other = batch.add([8, 9], max_new_tokens=20, rule=rules[name], ignore_eos=True)
+    while len(batch):
+        batch.step()
+    assert first.generation().gamma == gamma
+    assert len(other.generation().tokens) == 20
+    if name == "exact":
+        assert other.tokens == greedy(tiny_pair.target, [8, 9], 20)
 
 
 def test_a_stream_gives_pieces_and_then_the_generation(tiny_pair: Pair) -> None:

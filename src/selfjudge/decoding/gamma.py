@@ -97,7 +97,7 @@ class RequestGamma(GammaPolicy):
     def choose(self, rows: int, most: int = 0) -> int:
         """γ of requests that enter a batch of so many rows; its others have at most `most`, and cycles draft as much.
         It is 0 where drafts do not pay; they are retried so seldom that this loses no more than `PROBE_BUDGET`."""
-        table = self.statistics.costs.seconds(rows, self.max_gamma)
+        table = self.statistics.costs.seconds(rows, max(self.max_gamma, most))
         tokens = tokens_by_gamma(self._find_blocks(rows)).tolist()
         speeds = {gamma: tokens[gamma] / table[max(gamma, most)] for gamma in self.choices}
         best, record = max(speeds, key=lambda gamma: speeds[gamma]), self._find_record(rows)
