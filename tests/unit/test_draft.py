@@ -10,11 +10,16 @@ import torch
 
 from conftest import REFERENCE, tiny_head, tiny_model
 from equality import greedy
-from proposals import ARBITRARY, check_proposals, cycles, head_logits, model_logits, prompts_of
+from proposals import ARBITRARY, check_proposals, cycles, head_logits, model_logits, prompts_of, requests_of
+from selfjudge.decoding import loop
+from selfjudge.decoding.admission import AdmissionQueue
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rules import EXACT
 from selfjudge.engine import draft as drafts
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
+from selfjudge.types import Gamma
 
 GAMMAS = [3, 0, 0, 5, 1, 0, 2, 2, *[0] * 9, 4, 0, 4]
 
@@ -82,6 +87,46 @@ def test_a_head_reads_a_prompt_in_chunks(kind: str, chunk: int) -> None:
     head = tiny_head(target)
     whole, pieces = (cycles(target, head, [prompt], GAMMAS, ARBITRARY, kind=kind, chunk=size) for size in (96, chunk))
     assert whole == pieces
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [1, 6, 1]])
+@pytest.mark.parametrize("first", [2, 0, None])
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "reference"], indirect=True)
+def test_a_head_of_prompts_of_one_token(
+    kind: str, lengths: list[int], first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head has no entries for them. Where γ is chosen, it reads prompts when it drafts, or when others enter."""
+    plan = iter([first, 0, 0, *[2] * 60])
+    monkeypatch.setattr(loop, "measure_costs", lambda engines, rows: None)
+    monkeypatch.setattr(loop.GammaController, "choose", lambda *_: next(plan))
+    monkeypatch.setattr(loop.GammaController, "draft_on", lambda *_: True)
+    target = tiny_model(seed=3, num_hidden_layers=4)
+    head, prompts = tiny_head(target), prompts_of([*lengths, 1, 1])
+    engine = make_engine(target, features=head.config.aux_layers, kind=kind)
+    engines, queue = drafts.BatchEngines(engine, make_draft(head, target, kind=kind)), AdmissionQueue(4, 60)
+    requests = requests_of(prompts, [*[20, 1, 20][: len(lengths)], 20, 9])
+    tokens = [list[int]() for _ in requests]
+    gamma: Gamma = 3 if first is None else "auto"
+    for number, step in enumerate(decode(engines, requests[: len(lengths)], EXACT, gamma=gamma, queue=queue)):
+        for emission in step.emissions:
+            tokens[emission.row] += emission.tokens
+        for request in {2: requests[-2:-1], 4: requests[-1:]}.get(number, ()):
+            queue.put(request)
+    for request, answer in zip(requests, tokens, strict=True):
+        assert answer == greedy(target, request.prompt, request.max_new_tokens)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "reference"])
+def test_a_head_that_has_read_prompts_of_one_token_sees_nothing_of_them(kind: str) -> None:
+    target = tiny_model(seed=3)
+    empty, fresh = (make_draft(tiny_head(target), target, kind=kind).engine for _ in range(2))
+    states = torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(1))
+    empty.append(torch.tensor([[4], [5], [6]]), states[:, :1], torch.zeros(3, dtype=torch.long), keep=0)
+    empty.select([0, 2])
+    tokens, own = torch.tensor([[7, 9], [8, 9]]), states[[0, 2]]
+    for column in (slice(1), slice(1, 2)):
+        one, other = (engine.append(tokens[:, column], own[:, column]).logits for engine in (empty, fresh))
+        torch.testing.assert_close(one, other)
 
 
 def test_a_head_that_the_engine_cannot_run_is_refused() -> None:

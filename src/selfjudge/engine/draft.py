@@ -264,7 +264,8 @@ class EagleDraft(Drafter):
 
     def _read_postponed(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         assert features is not None
-        self.engine.append(tokens[:, 1:], features[:, :-1], counts - 1, keep=0)
+        first = min(1, tokens.shape[1] - 1)  # prompts of one token make no entries, but rows
+        self.engine.append(tokens[:, first:], features[:, : tokens.shape[1] - first], counts - 1, keep=0)
 
     def propose(self, gamma: int) -> Tensor:
         self.catch_up()

@@ -168,7 +168,7 @@ class SlotCache(Engine):
 
     def _compact(self, longest: int) -> None:
         """Move each row's valid slots to the right end of the shortest cache that holds the longest row."""
-        order = self.valid.long().argsort(dim=1, stable=True)[:, -longest:]  # holes first, then tokens in time order
+        order = self.valid.long().argsort(dim=1, stable=True)[:, self.slots - longest :]  # first holes, then by time
         for layer in self.cache.layers:
             layer.gather(order)
         self.valid, self.positions = self.valid.gather(1, order), self.positions.gather(1, order)
