@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conftest import VOCAB, tiny_head, tiny_model
+from equality import greedy
 from families import family_model
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.prefill import Prefill
@@ -19,7 +20,7 @@ from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.prefixes import PrefixStore, count_positions, open_store
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.load import Target
+from selfjudge.models.load import Draft, Target
 from selfjudge.models.pair import Pair
 
 KINDS = ["cpu", "cuda"]
@@ -291,6 +292,19 @@ def test_after_many_plain_cycles_the_draft_reads_what_it_left_out(
     (after,) = run(batch, longer, tokens=3)
     assert after.cached == in_blocks(92)
     assert after.tokens == cold(tiny_pair, longer, 3, gamma=0)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_beside_an_engine_that_copies_no_blocks_none_are_kept(tiny_pair: Pair, swapped: bool) -> None:
+    """Heads that are 6 wide, which only the reference engine runs, of the draft or of the target."""
+    narrow = tiny_model(hidden_size=24, num_attention_heads=4, num_key_value_heads=4)
+    models = [tiny_pair.target, narrow][:: -1 if swapped else 1]
+    pair = Pair("narrow", Target(models[0], "t"), Draft(models[1], "d"), tiny_pair.tokenizer)
+    prompt = tokens_of(20, 6)
+    batch = batch_of(pair, gamma=2)
+    first, again = (run(batch, prompt)[0] for _ in range(2))
+    assert first.tokens == again.tokens == greedy(models[0], prompt, 4)
+    assert (first.cached, again.cached) == (0, 0)
 
 
 def test_another_salt_finds_nothing(pair: Pair) -> None:

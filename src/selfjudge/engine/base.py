@@ -38,6 +38,7 @@ class RowCache(Protocol):
 
     window: int  # context window: the most positions a row may hold
     device: device
+    copies_blocks: bool = False  # whether it has `copy_block` and `restore`
     static: bool = False  # whether every pass has the shape of the first: `capture` replays it without Python
     idle: Mapping[Hashable, list[Any]] = MappingProxyType({})
     """Engines of the same weights that nobody uses, kept with their caches and captured graphs."""
@@ -81,7 +82,6 @@ class Engine(RowCache):
 
     vocab_size: int
     captured_cycles: dict[Hashable, Any]  # captured with this engine, for the next batch of the same shape
-    copies_blocks = False  # whether `copy_block` and `restore` are there
 
     @cached_property
     def chunk(self) -> int:

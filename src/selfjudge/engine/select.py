@@ -86,6 +86,7 @@ class PairEngines:
             with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
                 kept: dict[Hashable, Any] = self.draft.keep(("batches", self.target, settings), dict)
                 shape = self.draft.keep(("shape", self.target, settings), self.shape)
+                prefixes = prefixes if draft.engine.copies_blocks else None
                 yield BatchEngines(target, draft, kept, shape, prefixes, spaces)
 
     def shape(self) -> str:
