@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import tiny_model
+from equality import greedy
 from selfjudge.decoding.answer import Detokenizer
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
@@ -67,6 +68,47 @@ def test_answers_of_a_batch_end_at_token_ids_of_their_own_or_ignore_the_end_toke
     assert answer([5, 6]).tokens == stopped.tokens
     assert answer([5, 6], ignore_eos=True).tokens == whole.tokens
     assert answer([5, 6], ignore_eos=True, stop_ids=[whole.tokens[last]]).tokens == stopped.tokens
+
+
+def test_a_batch_goes_on_after_a_pass_that_failed(byte_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are lost, those that waited as well; the next ones are what they should be, also without `close`."""
+    batch = Batch(byte_pair, gamma=2, rows=2, length=80)
+    lost = [batch.add([5, 6, 7 + i], max_new_tokens=30) for i in range(3)]
+    while not lost[0].tokens:
+        batch.step()
+    batch.drop(lost[1])
+    with monkeypatch.context() as patch:
+        patch.setattr("selfjudge.decoding.loop._LiveBatch.run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batch.step()
+    assert len(batch) == 0
+    assert batch.step() == []
+    answers = [batch.add([9, 4 + i], max_new_tokens=20, ignore_eos=True) for i in range(3)]
+    for _ in range(200):
+        batch.step()
+    assert [answer.tokens for answer in answers] == [greedy(byte_pair.target, [9, 4 + i], 20) for i in range(3)]
+    assert len(batch) == 0
+
+
+@pytest.mark.parametrize("how", ["closed", "broken"])
+def test_static_engines_are_kept_where_a_stream_is_not_read_to_its_end(tiny_pair: Pair, how: str) -> None:
+    """With their cache and their captured cycles; not after an exception, which may have damaged them."""
+    idle = [model.keep("idle engines", dict) for model in (tiny_pair.target_model, tiny_pair.draft_model) if model]
+    whole = generate(tiny_pair, "w1 w2", engine="cuda", gamma=2, max_new_tokens=20)
+    kept = [engine for engines in idle for own in engines.values() for engine in own]
+    assert len(kept) == 2
+    answer = stream(tiny_pair, "w1 w2", engine="cuda", gamma=2, max_new_tokens=20)
+    for piece in answer:
+        assert piece.token == whole.tokens[0]
+        break
+    if how == "broken":
+        with pytest.raises(RuntimeError, match="broken"):
+            answer._steps.throw(RuntimeError("broken"))  # type: ignore[attr-defined]
+    else:
+        answer._steps.close()  # type: ignore[attr-defined]
+    after = [engine for engines in idle for own in engines.values() for engine in own]
+    assert after == (kept if how == "closed" else [])
+    assert generate(tiny_pair, "w1 w2", engine="cuda", gamma=2, max_new_tokens=20).tokens == whole.tokens
 
 
 def test_detokenizer_waits_for_whole_characters(byte_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -234,10 +234,17 @@ class Batch:
         if self._steps is None and self._queue.waiting:
             first = self._queue.waiting.popleft()
             self._steps = self._decoding.steps([first], self._answers, self._dropped, self._queue)
-        output = None if self._steps is None else next(self._steps, None)
-        if output is None:  # the loop has ended; the next one numbers its rows from 0
-            self._steps, self._next = None, 0
-            self._dropped.clear()
+        output: StepOutput | None = None
+        try:
+            output = None if self._steps is None else next(self._steps, None)
+        except BaseException:  # all answers are lost
+            self._answers.clear()
+            self._queue.waiting.clear()
+            raise
+        finally:
+            if output is None:  # the loop has ended; the next one numbers its rows from 0
+                self._steps, self._next = None, 0
+                self._dropped.clear()
         return output or []
 
     def capture(self, seconds: float, notify: Callable[[float], None] = lambda share: None) -> bool:

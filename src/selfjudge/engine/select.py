@@ -228,9 +228,15 @@ def _borrow(model: LoadedModel, key: Hashable, kind: str, make: Callable[[], _Le
     may_be_static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
     engine = idle[key].pop() if may_be_static and idle.get(key) else make()
     engine.idle = idle
-    yield engine  # after an exception (out of memory) it may be damaged and is not kept
-    if engine.static:
-        idle.setdefault(key, []).append(engine)
+    whole = engine.static
+    try:
+        yield engine
+    except BaseException as error:  # it may be damaged (out of memory), unless a stream is not read to its end
+        whole &= isinstance(error, GeneratorExit)
+        raise
+    finally:
+        if whole:
+            idle.setdefault(key, []).append(engine)
 
 
 @cache
