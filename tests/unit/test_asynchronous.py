@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, nullcontext
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -196,7 +197,10 @@ def test_who_is_cancelled_while_waiting_never_enters(tiny_pair: Pair, monkeypatc
     ("prompt", "rule", "options", "said"),
     [
         ("", None, {}, "the prompt is empty"), ("w1", "topk:2", {"max_new_tokens": 9}, "needs a batch of its own"), ("w1", "nothing", {}, "unknown rule"),
-        ("w1", None, {}, "at most 80 tokens"), ("w1", None, {"max_new_tokens": 0}, "at least 1"), ("w1", None, {"gamma": 99, "max_new_tokens": 9}, "γ = 99"),
+        ("w1", None, {}, "at most 80 tokens"), ("w1", None, {"max_new_tokens": 0}, "at least 1"), ("w1", None, {"gamma": 20, "max_new_tokens": 9}, "γ = 20"),
+        ("w1", None, {"stop": None, "max_new_tokens": 9}, "`stop`"), ("w1", None, {"stop": [5], "max_new_tokens": 9}, "`stop`"), ("w1", None, {"gamma": "fast"}, "`gamma` must be a whole number or auto"),
+        ("w1", None, {"max_new_tokens": None}, "`max_new_tokens` must be a whole number, not None"), ("w1", None, {"max_new_tokens": "64"}, "not '64'"),
+        ("w1", None, {"sampling": Sampling(), "seed": 1.5, "max_new_tokens": 9}, "`seed` must be a whole number, not 1.5"), ("w1", None, {"gamma": 2.5}, "not 2.5"),
         ("w1", None, {"stop": [""], "max_new_tokens": 9}, "`stop`"), ("w1", None, {"engine": "cpu"}, "`engine` is the same"), ("w1", "judged", {}, "needs a judge"),
     ],
 )  # fmt: skip
@@ -233,6 +237,86 @@ def test_a_pass_that_fails_takes_its_answers_along(tiny_pair: Pair, monkeypatch:
             assert {str(error) for error in lost} == {"decoding failed: the device is gone"}
             again = await batch.generate(PROMPTS[0], max_new_tokens=30)
             assert again.tokens == generate(tiny_pair, PROMPTS[0], gamma=2, max_new_tokens=30).tokens
+
+    run(test)
+
+
+def test_whatever_goes_wrong_the_thread_goes_on(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start of an answer, which alone is lost, and where a batch without answers is closed."""
+    close, add, broken = Batch.close, Batch.add, [True]
+
+    def fail(self: Batch) -> None:
+        close(self)
+        if broken:
+            broken.clear()
+            raise RuntimeError("the device is gone")
+
+    def refuse(self: Batch, prompt: Any, **options: Any) -> Any:
+        if len(prompt) == 3:
+            raise TypeError("not this one\nfor good")
+        return add(self, prompt, **options)
+
+    monkeypatch.setattr(Batch, "close", fail)
+    monkeypatch.setattr(Batch, "add", refuse)
+
+    async def test() -> None:
+        async with AsyncBatch(tiny_pair, gamma=2) as batch:
+            good, bad = await asyncio.gather(
+                batch.generate("w1 w2 w3 w4", raw=True, max_new_tokens=30), batch.generate("w1 w2 w3", raw=True), return_exceptions=True,
+            )  # fmt: skip
+            assert isinstance(good, selfjudge.Generation)
+            assert isinstance(bad, SelfJudgeError)
+            assert str(bad) == "the answer could not be started: not this one"
+        assert not broken
+
+    run(test)
+
+
+def test_closing_from_another_event_loop_while_an_answer_is_asked_for(tiny_pair: Pair) -> None:
+    class Slow(SimpleQueue[Callable[[], None]]):
+        """Before the first thing is asked for, the batch is closed as far as it can be."""
+
+        closing: threading.Thread | None = None
+
+        def put(self, item: Callable[[], None], block: bool = True, timeout: float | None = None) -> None:
+            if self.closing is None and threading.current_thread() is threading.main_thread():
+                self.closing = threading.Thread(target=asyncio.run, args=(batch.aclose(),))
+                self.closing.start()
+                self.closing.join(0.3)
+            super().put(item)
+
+    batch = AsyncBatch(tiny_pair, gamma=2)
+    slow = Slow()
+    old, batch._asked = batch._asked, slow
+    old.put(lambda: None)
+
+    async def test() -> None:
+        with pytest.raises(SelfJudgeError, match="the batch is closed"):
+            await asyncio.wait_for(batch.generate(PROMPTS[0]), 20)
+        assert slow.closing is not None
+        slow.closing.join()
+        assert not batch._thread.is_alive()
+
+    run(test)
+
+
+@pytest.mark.parametrize("rule", ["sglang", "topk:3,strict_start=0"])
+def test_a_seed_needs_a_fixed_gamma_where_the_batch_has_one_rule(tiny_pair: Pair, rule: str) -> None:
+    sampling = {"sampling": Sampling(1.5)} if rule == "sglang" else {}
+
+    async def ask(batch: AsyncBatch, **options: Any) -> selfjudge.Generation:
+        return await batch.generate("w1", max_new_tokens=12, **options)
+
+    async def test() -> None:
+        async with AsyncBatch(tiny_pair, rule, gamma=2, **sampling) as batch:  # type: ignore[arg-type]
+            assert (await ask(batch, seed=5)).tokens == (await ask(batch, seed=5)).tokens
+        async with AsyncBatch(tiny_pair, rule, **sampling) as batch:  # type: ignore[arg-type]
+            await ask(batch)
+            if sampling:
+                with pytest.raises(SelfJudgeError, match="give `gamma` to the batch"):
+                    await ask(batch, seed=5)
+            else:
+                await ask(batch, seed=5)  # it draws nothing
 
     run(test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ class AdmissionQueue:
     """Requests that wait for a running batch; the caller adds them between steps."""
 
     rows: int  # maximum rows at a time
-    length: int  # maximum tokens of a row, prompt and answer: static engines reserve this length for each row
+    length: int  # maximum tokens of a row, prompt and answer; caches of static engines begin shorter, and grow
     waiting: deque[Request] = field(default_factory=deque)  # requests in the order of their arrival
     crowded: bool = False  # whether other batches wait for their turn: prompts are then read in small chunks
 
@@ -188,20 +189,29 @@ def check_requests(
     engines: BatchEngines, requests: Sequence[Request], rule: AcceptanceRule, gamma: Gamma
 ) -> list[Request]:
     """Check requests before any work; return them with the limits that the context window allows."""
-    if isinstance(gamma, str):
-        raise SelfJudgeError(f"`gamma` must be a whole number or auto, not {gamma!r}")
-    if not 0 <= gamma <= MAX_GAMMA:
-        raise SelfJudgeError(f"`gamma` must lie between 0 (plain decoding) and {MAX_GAMMA}, not {gamma}")
+    check_gamma(gamma)
     if gamma and engines.draft is None:
         raise SelfJudgeError("`gamma` > 0 needs a draft model; use gamma 0 for plain decoding")
     if not requests:
         raise SelfJudgeError("there is no prompt to decode")
-    rule.check(gamma)
+    rule.check(int(gamma))
     return [limit_request(request, engines.window) for request in requests]
+
+
+def check_gamma(gamma: Gamma) -> None:
+    """Refuse a γ that no cycle can have."""
+    if gamma == "auto":
+        return
+    if not isinstance(gamma, int):
+        raise SelfJudgeError(f"`gamma` must be a whole number or auto, not {gamma!r}")
+    if not 0 <= gamma <= MAX_GAMMA:
+        raise SelfJudgeError(f"`gamma` must lie between 0 (plain decoding) and {MAX_GAMMA}, not {gamma}")
 
 
 def limit_request(request: Request, window: int) -> Request:
     """Return the request with the limit that the context window allows; refuse it if no token fits."""
+    if not isinstance(request.max_new_tokens, Integral):
+        raise SelfJudgeError(f"`max_new_tokens` must be a whole number, not {request.max_new_tokens!r}")
     if request.max_new_tokens < 1:
         raise SelfJudgeError(f"`max_new_tokens` must be at least 1, not {request.max_new_tokens}")
     length = len(request.prompt)

@@ -38,7 +38,8 @@ class Answer:
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer)
-        if isinstance(self.stop, str) or any(not s for s in self.stop):
+        listed = isinstance(self.stop, Collection) and not isinstance(self.stop, str)
+        if not listed or not all(isinstance(s, str) and s for s in self.stop):
             raise SelfJudgeError("`stop` is a list of strings, and none may be empty")
 
     def take(self, emission: Emission, step: Step) -> list[Piece]:

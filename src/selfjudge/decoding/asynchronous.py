@@ -6,9 +6,9 @@ import asyncio
 import copy
 import secrets
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, Unpack
@@ -32,8 +32,9 @@ class AsyncBatch(AbstractAsyncContextManager):
     ...     async for piece in batch.stream("Why is the sky blue?", max_new_tokens=64):
     ...         print(piece.text, end="")
 
-    A request whose task is cancelled, or whose stream is closed, leaves before the next pass. One that fails raises a
-    SelfJudgeError in its own task; where a pass fails, all do that are being decoded, and the batch takes new ones."""
+    A request whose task is cancelled, or whose stream is closed, leaves before the next pass. One that is not possible
+    raises in its own task. Where a pass fails, the tasks of all that are being decoded get a SelfJudgeError, and the
+    batch takes new ones."""
 
     def __init__(
         self,
@@ -49,11 +50,12 @@ class AsyncBatch(AbstractAsyncContextManager):
         own = Decoding(pair, rule, **options)
         fits = shares(shared := share_rules(pair, own.rule.judge or pair.judge), own.rule, own.gamma)
         limits: Any = {"rows": rows, "length": length, "prefix_cache": prefix_cache, "engine": own.engines.kind}
-        self._shared, self._pair, self._rule = shared if fits else None, pair, own.rule
+        self._shared, self._pair, self._rule, self._gamma = shared if fits else None, pair, own.rule, own.gamma
         self._batch = Batch(pair, own.rule, gamma=own.gamma, trace=own.trace, shared=self._shared, **limits)
         self._options = {name: options[name] for name in OF_ROW & options.keys()}  # type: ignore[literal-required]
         self._encode = replace(pair, tokenizer=copy.deepcopy(pair.tokenizer)).encode  # two threads must not share one
-        self._reading, self._closed = ThreadPoolExecutor(1, "read prompts"), False
+        self._reading = ThreadPoolExecutor(1, "read prompts")
+        self._closed, self._closing = False, threading.Lock()
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what is done between two passes
         self._told: dict[Answer, Callable[[object], None]] = {}
         self._thread = threading.Thread(target=self._work, name="decode", daemon=True)
@@ -77,7 +79,8 @@ class AsyncBatch(AbstractAsyncContextManager):
 
     async def aclose(self) -> None:
         """Give up the answers that are left, whose tasks get a SelfJudgeError, and end the thread."""
-        self._closed = True
+        with self._closing:
+            self._closed = True
         self._asked.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
         self._reading.shutdown(wait=False)
@@ -100,17 +103,19 @@ class AsyncBatch(AbstractAsyncContextManager):
                 self._told[self._batch.add(**request)] = tell
             except SelfJudgeError as error:
                 tell(error)
+            except Exception as error:
+                tell(SelfJudgeError(f"the answer could not be started: {first_line(error)}"))
 
         def drop() -> None:
             for answer in [answer for answer, other in self._told.items() if other is tell]:
                 del self._told[answer]
                 self._batch.drop(answer)
 
-        if not self._closed:
-            request = await loop.run_in_executor(self._reading, self._read, prompt, rule, options)
-        if self._closed:
-            raise SelfJudgeError("the batch is closed")
-        self._asked.put(begin)
+        with self._open():
+            reading = loop.run_in_executor(self._reading, self._read, prompt, rule, options)
+        request = await reading
+        with self._open():
+            self._asked.put(begin)
         try:
             while not results:
                 update = await news.get()
@@ -125,6 +130,14 @@ class AsyncBatch(AbstractAsyncContextManager):
         finally:
             self._asked.put(drop)
 
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """The batch is not closed meanwhile: the thread does what it is asked here."""
+        with self._closing:
+            if self._closed:
+                raise SelfJudgeError("the batch is closed")
+            yield
+
     def _read(self, prompt: Prompt, rule: str | AcceptanceRule | None, options: dict[str, Any]) -> dict[str, Any]:
         """What `Batch.add` is told of a request."""
         stop, seed = options.pop("stop", ()), options.get("seed")
@@ -136,27 +149,27 @@ class AsyncBatch(AbstractAsyncContextManager):
         given = {"max_new_tokens": request.max_new_tokens, "edits": request.edits, "stop": stop}
         if self._shared is not None or rule is not self._rule or named:
             given |= {"rule": decoding.rule, "gamma": decoding.gamma, "trace": decoding.trace}
+        elif decoding.gamma != self._gamma:
+            raise SelfJudgeError("a `seed` repeats an answer only where γ is fixed: give `gamma` to the batch")
         return {"prompt": request.prompt, "seed": secrets.randbits(62) if seed is None else seed, **given}
 
     def _work(self) -> None:
         while not self._closed:
-            if self._told and self._asked.empty():
-                self._step()
-                continue
-            if not self._told:
-                self._batch.close()  # rows that were given up leave, and the engines are free
-            self._asked.get()()
+            try:
+                if self._told and self._asked.empty():
+                    self._step()
+                    continue
+                if not self._told:
+                    self._batch.close()  # rows that were given up leave, and the engines are free
+                self._asked.get()()
+            except Exception as error:
+                self._fail(f"decoding failed: {first_line(error)}")
         while not self._asked.empty():
             self._asked.get()()
         self._fail("the batch is closed")
 
     def _step(self) -> None:
-        try:
-            output = self._batch.step()
-        except Exception as error:
-            self._fail(f"decoding failed: {first_line(error)}")
-            return
-        for answer, pieces in output:
+        for answer, pieces in self._batch.step():
             if (tell := self._told.get(answer)) is not None:
                 tell(pieces)
                 if answer.finish is not None or answer.out_of_memory:
@@ -168,7 +181,8 @@ class AsyncBatch(AbstractAsyncContextManager):
         for tell in self._told.values():
             tell(SelfJudgeError(why))
         self._told.clear()
-        self._batch.close()
+        with suppress(Exception):  # they are given up in any case
+            self._batch.close()
 
 
 @dataclass(frozen=True, eq=False)

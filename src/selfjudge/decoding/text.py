@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast, overload
 
-from selfjudge.decoding.admission import AdmissionQueue, Request, limit_request
+from selfjudge.decoding.admission import AdmissionQueue, Request, check_gamma, limit_request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
 from selfjudge.decoding.cycle import CAPTURED_CYCLES
@@ -290,6 +291,7 @@ class Decoding:
         if gamma is None and seeded and self.rule.sampling is not None:
             gamma = max(default_gamma(pair.target.device.type), self.rule.matches_needed + 1)
         self.gamma: Gamma = "auto" if gamma is None else gamma
+        check_gamma(self.gamma)
         self.engines = PairEngines(pair, engine, drafts=shared is not None or self.gamma != 0)
         self.most = SHARED_GAMMA if pair.draft is not None else 0  # drafts that an answer with shared rules may have
 
@@ -304,6 +306,7 @@ class Decoding:
         constrained = any(isinstance(edit, Grammar) for edit in request.edits)
         own = self.rule if rule is None else _guard(rule, self.pair, constrained)
         gamma = self.gamma if gamma is None else gamma
+        check_gamma(gamma)
         if not shares(self.shared, own, gamma):
             raise SelfJudgeError(f"rule {own.name!r} with γ = {gamma} needs a batch of its own")
         if isinstance(gamma, int):
@@ -463,4 +466,6 @@ def shares(shared: RowRules, rule: AcceptanceRule, gamma: Gamma) -> bool:
 
 def row_seed(seed: int, row: int) -> int:
     """The seed of one row's random numbers."""
-    return (seed * 1_000_003 + row) % (1 << 63)
+    if not isinstance(seed, Integral):
+        raise SelfJudgeError(f"`seed` must be a whole number, not {seed!r}")
+    return (int(seed) * 1_000_003 + row) % (1 << 63)
