@@ -15,9 +15,7 @@ from selfjudge.models.device import free_memory, parse_memory
 from selfjudge.models.load import LoadedModel
 
 BLOCK = 32  # tokens
-
-
-SHARE = "0.1"  # of the memory that is available when a model's first prefix is kept
+SHARE = "0.1"  # of the memory that is available when a model's first `Batch` is made
 
 
 def count_positions(blocks: int) -> int:
