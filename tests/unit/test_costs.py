@@ -13,15 +13,7 @@ import torch
 from conftest import tiny_model
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import Request
-from selfjudge.decoding.costs import (
-    CONTRADICTION,
-    MEASURING,
-    RECENT,
-    CostTable,
-    kept_costs,
-    kept_tables,
-    watch_measuring,
-)
+from selfjudge.decoding.costs import CONTRADICTION, MEASURING, RECENT, CostTable, kept_tables, watch_measuring
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.draft import BatchEngines
@@ -90,8 +82,6 @@ def test_times_of_a_busy_machine_are_smoothed() -> None:
 def test_a_table_is_kept_and_belongs_to_one_shape(folder: Path) -> None:
     keep(measured())
     again, other = CostTable(SHAPE), CostTable(SHAPE.replace("cpu", "cuda"))
-    again.load()
-    other.load()
     assert again.cycles == measured().cycles
     assert not other.cycles
     assert [entry["shape"]["device"] for entry in kept_tables()] == ["cpu"]
@@ -121,13 +111,10 @@ def test_a_damaged_file_counts_as_none(damage, folder: Path) -> None:  # type: i
     keep(measured())
     (path,) = folder.iterdir()
     path.write_text(damage(json.loads(path.read_text("utf-8"))), "utf-8")
-    table = CostTable(SHAPE)
-    table.load()
-    assert not table.cycles
+    assert not CostTable(SHAPE).cycles
     assert not kept_tables()
     keep(measured())
-    table.load()
-    assert table.cycles
+    assert CostTable(SHAPE).cycles
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a file where the folder should be")
@@ -186,12 +173,12 @@ def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
 def test_rows_of_a_busy_machine_are_not_kept_with_others(folder: Path) -> None:
     table = measured()
     table.save(8)  # one row was measured beside other programs
-    assert kept_costs(SHAPE).keys() == {8}
+    assert CostTable(SHAPE).cycles.keys() == {8}
     other = CostTable(SHAPE)  # another process
     for drafts in (0, 1, 2):
         other.add(64, drafts, (0.1 * drafts, 3.0))
     other.save(64)
-    assert kept_costs(SHAPE).keys() == {8, 64}
+    assert CostTable(SHAPE).cycles.keys() == {8, 64}
 
 
 def test_a_measurement_that_is_broken_off_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from selfjudge.bench.config import DecodeBenchConfig
 from selfjudge.bench.turns import Turns
-from selfjudge.decoding.costs import kept_costs
+from selfjudge.decoding.costs import CostTable
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.text import generate
 from selfjudge.engine.select import PairEngines
@@ -90,7 +90,7 @@ def bench_decode(
         "baseline": runs[0].name,
         "busy": busy,
         "runs": rows,
-        "costs": kept_costs(PairEngines(pair).shape()),
+        "costs": CostTable(PairEngines(pair).shape()).cycles,
         "best": None if busy else _best(rows),
     }
 

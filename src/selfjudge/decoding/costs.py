@@ -45,7 +45,7 @@ class CostTable:
     """Seconds of cycles by rows and drafts, and of their draft steps."""
 
     def __init__(self, shape: str = "") -> None:
-        """`shape` names models, engine, device and versions; a table without one is not kept."""
+        """`shape` names models, engine, device and versions: the table begins as it was kept; without one it is not."""
         self.shape = shape
         self.cycles: dict[int, dict[int, tuple[float, float]]] = {}  # rows → drafts → seconds of drafting, of the rest
         self.stale = False  # whether answers contradict the table: it is measured again before the next batch, once
@@ -55,6 +55,7 @@ class CostTable:
         self._kept: set[int] = set()  # rows that are in the file, or may be written to it
         self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._lists: dict[tuple[int, int], list[float]] = {}
+        self._load()
 
     def covers(self, rows: int) -> bool:
         """Whether about as many rows were measured, and the figures hold."""
@@ -134,7 +135,7 @@ class CostTable:
             sizes = [median(r) for (b, _), r in self._ratios.items() if b == rows and len(r) == RECENT]
             self.stale = self.stale or max(sizes) > CONTRADICTION * min(sizes)
 
-    def load(self) -> None:
+    def _load(self) -> None:
         """Read what was measured earlier. A file that is damaged or of another machine counts as none."""
         if not self.shape:
             return
@@ -150,17 +151,13 @@ class CostTable:
             return  # there is none, or it is damaged: it is measured
         self.cycles = {rows: cells for rows, cells in read.items() if 0 in cells and len(cells) > 2}
         self._kept = set(self.cycles)
-        self._lists.clear()
 
     def save(self, rows: int) -> None:
         """Keep what was measured of so many rows for the next process, beside what others have kept."""
         if not self.shape:
             return
         self._kept.add(rows)
-        earlier = CostTable(self.shape)
-        if not self._renewed:
-            earlier.load()
-        known = earlier.cycles | {kept: self.cycles[kept] for kept in self._kept}
+        known = CostTable("" if self._renewed else self.shape).cycles | {kept: self.cycles[kept] for kept in self._kept}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._path, {"shape": self.shape, "cycles": known})
@@ -172,13 +169,6 @@ class CostTable:
         return home() / "costs" / f"{hashlib.sha256(self.shape.encode()).hexdigest()[:16]}.json"
 
 
-def kept_costs(shape: str) -> dict[int, dict[int, tuple[float, float]]]:
-    """What the cache folder has of this shape: rows → drafts → seconds of drafting, seconds of the rest."""
-    table = CostTable(shape)
-    table.load()
-    return table.cycles
-
-
 def kept_tables() -> list[dict[str, Any]]:
     """All tables in the cache folder; damaged files are left out."""
     tables = []
@@ -187,7 +177,7 @@ def kept_tables() -> list[dict[str, Any]]:
             shape = str(read_json(path)["shape"])
             described = json.loads(shape)
             f"{described['device']} {described['target']['dtype']} {described['target']['parameters']:d}"  # it has them
-            tables.append({"shape": described, "cycles": kept_costs(shape)})
+            tables.append({"shape": described, "cycles": CostTable(shape).cycles})
     return [table for table in tables if table["cycles"]]
 
 

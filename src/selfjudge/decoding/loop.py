@@ -96,7 +96,6 @@ def find_statistics(engines: BatchEngines) -> PairStatistics:
     """What earlier batches of these engines, or an earlier process, have measured."""
     if (statistics := engines.kept.get("gamma")) is None:
         statistics = engines.kept["gamma"] = PairStatistics(CostTable(engines.shape))
-        statistics.costs.load()
     return statistics
 
 
