@@ -146,7 +146,7 @@ def head_logits(head: EagleHead, target: hf.PreTrainedModel, text: list[int], pr
     """By the module, from scratch and without a cache; the target has not read the last token of the text."""
     ids = torch.tensor([text], device=target.device)
     states = target(ids[:, :-1], output_hidden_states=True).hidden_states
-    g, found = head.fuse(torch.cat([states[i] for i in head.config.aux_layers], -1)), []
+    g, found = head.fc(torch.cat([states[i] for i in head.config.aux_layers], -1)), []
     for i in range(len(proposed)):
         tokens = torch.cat([ids[:, 1:], ids.new_tensor([proposed[:i]])], 1)
         a = head(tokens, g)

@@ -76,7 +76,7 @@ def drafted(learner: HeadLearner, ids: list[int], start: int, tokens: list[int])
     with torch.no_grad():
         states = learner.target(whole, output_hidden_states=True).hidden_states
         features = torch.cat([states[i] for i in head.config.aux_layers], -1) / learner.sizes
-        cache, g = DynamicCache(), head.fuse(features)[:, : start + 1]
+        cache, g = DynamicCache(), head.fc(features)[:, : start + 1]
         a = head(whole[:, 1 : start + 2], g, cache=cache)[:, -1:]
         steps = [a]
         for n, token in enumerate(tokens, 1):
@@ -201,8 +201,8 @@ def test_a_folded_head_reads_the_states_as_they_are(tmp_path: Path) -> None:
     assert head.target == "tiny"
     batch = read_batch(target, head.config.aux_layers, corpus, torch.tensor([0, 1]))
     with torch.no_grad():
-        expected = learner.head.fuse(batch.features / learner.sizes)
-        assert F.cosine_similarity(head.fuse(batch.features), expected, dim=-1).min() > 0.999
+        expected = learner.head.fc(batch.features / learner.sizes)
+        assert F.cosine_similarity(head.fc(batch.features), expected, dim=-1).min() > 0.999
 
 
 # whole runs

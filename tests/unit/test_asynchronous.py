@@ -199,7 +199,7 @@ def test_who_is_cancelled_while_waiting_never_enters(tiny_pair: Pair, monkeypatc
         ("", None, {}, "the prompt is empty"), ("w1", "topk:2", {"max_new_tokens": 9}, "needs a batch of its own"), ("w1", "nothing", {}, "unknown rule"),
         ("w1", None, {}, "at most 80 tokens"), ("w1", None, {"max_new_tokens": 0}, "at least 1"), ("w1", None, {"gamma": 20, "max_new_tokens": 9}, "γ = 20"),
         ("w1", None, {"stop": None, "max_new_tokens": 9}, "`stop`"), ("w1", None, {"stop": [5], "max_new_tokens": 9}, "`stop`"), ("w1", None, {"gamma": "fast"}, "`gamma` must be a whole number or auto"),
-        ("w1", None, {"max_new_tokens": None}, "`max_new_tokens` must be a whole number, not None"), ("w1", None, {"max_new_tokens": "64"}, "not '64'"),
+        ("w1", None, {"max_new_tokens": None}, "`max_new_tokens` must be a whole number, at least 1, not None"), ("w1", None, {"max_new_tokens": "64"}, "not '64'"),
         ("w1", None, {"sampling": Sampling(), "seed": 1.5, "max_new_tokens": 9}, "`seed` must be a whole number, not 1.5"), ("w1", None, {"gamma": 2.5}, "not 2.5"),
         ("w1", None, {"stop": [""], "max_new_tokens": 9}, "`stop`"), ("w1", None, {"engine": "cpu"}, "`engine` is the same"), ("w1", "judged", {}, "needs a judge"),
     ],

@@ -114,7 +114,7 @@ def test_the_head_is_what_its_equations_say(kind: str, normed: bool) -> None:
     head = random_head(target, norm_before_residual=normed)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (3, 7), generator=generator)
-    g = head.fuse(torch.randn(3, 7, 96, generator=generator))
+    g = head.fc(torch.randn(3, 7, 96, generator=generator))
     a = head(tokens, g)
     for row in range(3):
         assert torch.allclose(a[row], by_hand(head, tokens[row].tolist(), g[row]), atol=1e-4)
@@ -313,8 +313,8 @@ def test_an_exported_head_comes_back(tmp_path: Path, change: Change, normed: boo
     assert (loaded.config, loaded.target, len(sha256)) == (head.config, "tiny", 64)
     assert torch.equal(loaded.draft_ids, DRAFT_IDS)
     tokens, states = torch.randint(VOCAB, (2, 7)), torch.randn(2, 7, 96)
-    expected = head.logits(head(tokens, head.fuse(states)))
-    assert torch.equal(loaded.logits(loaded(tokens, loaded.fuse(states))), expected)
+    expected = head.logits(head(tokens, head.fc(states)))
+    assert torch.equal(loaded.logits(loaded(tokens, loaded.fc(states))), expected)
     assert loaded.own == {"output"}
 
 

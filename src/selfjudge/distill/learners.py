@@ -244,13 +244,13 @@ class HeadLearner:
     def unrolled(self, batch: TargetPass) -> Iterator[Tensor]:
         """The head's output [B, T, H] of each step."""
         head, layer = self.head, self.head.layer
-        g = head.fuse(batch.features / self.sizes.to(batch.features.dtype))
+        g = head.fc(batch.features / self.sizes.to(batch.features.dtype))
         positions = batch.columns[None]
         true: tuple[Tensor, Tensor] | None = None
         chain: list[tuple[Tensor, Tensor]] = []
         for step in range(self.unroll):
             tokens = F.pad(batch.ids, (0, 1 + step))[:, 1 + step :]
-            q, k, v = layer.project(head.embed(tokens), g, head.rotary(positions + step, g))
+            q, k, v = layer.project(head.embed(tokens), g, head.rotary_emb(g, positions + step))
             if true is None:
                 true = k, v
                 attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

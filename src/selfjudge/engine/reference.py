@@ -254,7 +254,7 @@ class ReferenceHead(SlotCache, HeadEngine):
         head = self.head
         tokens = tokens.clamp(0, head.config.vocab_size - 1)
         for part, positions in self._parts(tokens, counts):
-            g = states[:, part] if states.shape[2] == self.hidden_size else head.fuse(states[:, part])
+            g = states[:, part] if states.shape[2] == self.hidden_size else head.fc(states[:, part])
             mask = self._mask(g.shape[1], g.dtype)
             a = head(tokens[:, part], g, positions, mask=mask, cache=self.cache)
         last = a[:, a.shape[1] - keep :]

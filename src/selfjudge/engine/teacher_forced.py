@@ -54,7 +54,7 @@ def head_choices(head: EagleHead, target: PreTrainedModel, sequences: Sequences)
     def choices(ids: Tensor, predicts: Tensor) -> Tensor:
         with captured_states(target, head.config.aux_layers) as states:
             target.base_model(input_ids=ids, use_cache=False)
-        a = head(ids[:, 1:], head.fuse(torch.cat(states, -1)[:, :-1]))[predicts[:, 1:]]
+        a = head(ids[:, 1:], head.fc(torch.cat(states, -1)[:, :-1]))[predicts[:, 1:]]
         best = [head.logits(rows).argmax(-1) for rows in a.split(logit_rows(target))]
         chosen = ids.roll(-1, 1)
         chosen[:, 1:][predicts[:, 1:]] = head.draft_ids[torch.cat(best)]

@@ -244,20 +244,10 @@ class EagleHead(nn.Module):
         if (deepest := max(config.aux_layers)) >= layers:
             raise SelfJudgeError(f"this head reads what enters layer {deepest}, and {name} has {layers} layers")
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """[.., 3H] → g [.., H]: the states of the three layers, side by side, as the head takes them."""
-        g: Tensor = self.fc(features)
-        return g
-
     def embed(self, tokens: Tensor) -> Tensor:
         if self.embedding is None:
             raise SelfJudgeError(FULL_PRECISION)
         return F.embedding(tokens, self.embedding)
-
-    def rotary(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [B, T, dim] of positions [B, T], in the dtype of `like`."""
-        cosine, sine = self.rotary_emb(like, positions)
-        return cosine, sine
 
     def forward(
         self,
@@ -273,7 +263,7 @@ class EagleHead(nn.Module):
         without a mask entries see themselves and those before them, so the cache must be empty or T = 1."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        q, k, v = self.layer.project(self.embed(tokens), g, self.rotary(positions, g))
+        q, k, v = self.layer.project(self.embed(tokens), g, self.rotary_emb(g, positions))
         if cache is not None:
             k, v = cache.update(k, v, 0)
         causal = mask is None and q.shape[2] > 1
