@@ -81,8 +81,12 @@ class BatchRows:
         given = [None if request is None else request.gamma for request in requests]
         gammas = np.array([own if isinstance(own, int) else gamma for own in given], np.int64)
         endless = np.array([request is not None and request.ignore_eos for request in requests], np.bool_)
-        needs = np.array([_list_needs(request) for request in requests], np.int64).reshape(-1, 3)
-        return cls(index, left, index < 0, gammas, *RowBlocks.new(len(index)), endless, objects, needs)
+        needs = [
+            (0, 0, 0) if r is None else (find_level([r.rule] if r.rule else []), r.trace, bool(r.edits))
+            for r in requests
+        ]
+        needed = np.array(needs, np.int64).reshape(-1, 3)
+        return cls(index, left, index < 0, gammas, *RowBlocks.new(len(index)), endless, objects, needed)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -179,12 +183,6 @@ class BatchRows:
         return tokens, finish
 
 
-def _list_needs(request: Request | None) -> tuple[int, bool, bool]:
-    if request is None:
-        return 0, False, False
-    return find_level([request.rule] if request.rule else []), request.trace, bool(request.edits)
-
-
 def check_requests(
     engines: BatchEngines, requests: Sequence[Request], rule: AcceptanceRule, gamma: Gamma
 ) -> list[Request]:
@@ -210,10 +208,8 @@ def check_gamma(gamma: Gamma) -> None:
 
 def limit_request(request: Request, window: int) -> Request:
     """Return the request with the limit that the context window allows; refuse it if no token fits."""
-    if not isinstance(request.max_new_tokens, Integral):
-        raise SelfJudgeError(f"`max_new_tokens` must be a whole number, not {request.max_new_tokens!r}")
-    if request.max_new_tokens < 1:
-        raise SelfJudgeError(f"`max_new_tokens` must be at least 1, not {request.max_new_tokens}")
+    if not isinstance(request.max_new_tokens, Integral) or request.max_new_tokens < 1:
+        raise SelfJudgeError(f"`max_new_tokens` must be a whole number, at least 1, not {request.max_new_tokens!r}")
     length = len(request.prompt)
     if not length:
         raise SelfJudgeError("the prompt is empty: give at least one token")

@@ -122,7 +122,8 @@ class Cycle:
         self.size = size
         gamma = size.gamma
         self.target, self.draft = engines.target, engines.draft
-        self.rule, self.gamma, self.trace, self.guards = rule, gamma, trace, rule.guards
+        self.rule, self.gamma, self.guards = rule, gamma, rule.guards
+        self.trace = trace and gamma > 0 and not rule.lossless
         self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
         """Decides whether to draft on; its argument computes the probabilities [B] of the newest drafts."""
         self.last = first[:, None].clone()
@@ -328,7 +329,6 @@ def find_cycle(
     row_state: Tensor | None = None,
 ) -> Cycle:
     """The cycle that the engine captured for an earlier batch of its shape, else a new one; arguments: see `Cycle`."""
-    trace = trace and size.gamma > 0 and not rule.lossless
     if not engines.target.static:
         return Cycle(engines, rule, CycleSize(size.gamma), trace=trace, first=first, row_state=row_state)
     kept, key = engines.target.captured_cycles, _key(engines, rule, size, trace, len(first))
@@ -352,12 +352,12 @@ def is_captured(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, *,
 
 def kept_cycle(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, *, trace: bool, rows: int) -> Cycle | None:
     """The cycle that a static engine keeps for this size and number of rows, captured or about to be."""
-    trace = trace and size.gamma > 0 and not rule.lossless
     cycle: Cycle | None = engines.target.captured_cycles.get(_key(engines, rule, size, trace, rows))
     return cycle
 
 
 def _key(engines: BatchEngines, rule: AcceptanceRule, size: CycleSize, trace: bool, rows: int) -> Hashable:
+    trace = trace and size.gamma > 0 and not rule.lossless
     return rule, size, trace, rows, engines.draft, engines.draft and engines.draft.version
 
 

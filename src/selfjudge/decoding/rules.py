@@ -219,14 +219,14 @@ class SpeculativeSampling(AcceptanceRule):
         assert block.uniforms is not None
         if not block.gamma:
             return block.draft_tokens == choice[:, :0]
-        p, q = self._target(logits[:, :-1]), _draft(block.draft_logits)
+        p, q = self.sampling.warp(logits[:, :-1]).softmax(-1), _draft(block.draft_logits)
         p_d, q_d = gather_tokens(p, block.draft_tokens), gather_tokens(q, block.draft_tokens)
         return block.uniforms[:, :-1] * q_d < p_d  # accept if u < p/q
 
     def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
         assert block.uniforms is not None
         rows = torch.arange(len(n), device=n.device)
-        p_n = self._target(logits[rows, n])
+        p_n = self.sampling.warp(logits[rows, n]).softmax(-1)
         if block.gamma:
             assert block.draft_logits is not None
             at, drafted = n.clamp_max(block.gamma - 1), block.gamma if block.limits is None else block.limits
@@ -236,9 +236,6 @@ class SpeculativeSampling(AcceptanceRule):
             residual = (p_n - q_n).clamp_min(0)  # norm(max(0, p − q))
             p_n = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_n)
         return sample(p_n, block.uniforms[:, -1])
-
-    def _target(self, logits: Tensor) -> Tensor:
-        return self.sampling.warp(logits).softmax(-1)
 
 
 def _draft(logits: Tensor | None) -> Tensor:

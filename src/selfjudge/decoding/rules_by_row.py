@@ -101,8 +101,7 @@ def find_level(rules: Sequence[AcceptanceRule]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RowRules(AcceptanceRule):
-    """Every row has a rule of its own (`Block.settings`). It accepts what that rule accepts: bit for bit in
-    float32 on a CPU; a GPU may round a temperature otherwise.
+    """Every row has a rule of its own (`Block.settings`). It accepts what that rule accepts, on a CPU bit for bit.
     All rows have the same judge, special tokens and structure table, where their rules have any."""
 
     name = "rows"

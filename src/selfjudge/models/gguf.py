@@ -44,8 +44,6 @@ _SCALES = {  # bytes of a block that hold its float16 scales
     "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4), "Q8_0": (0, 2), "Q4_K": (0, 4), "Q5_K": (0, 4),
     "Q6_K": (208, 210), "Q2_K": (80, 84), "Q3_K": (108, 110), "IQ4_NL": (0, 2), "IQ4_XS": (0, 2),
 }  # fmt: skip
-
-
 _MODEL = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 
 
@@ -228,20 +226,12 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, start: in
 INTERLEAVED = ("llama", "granite", "smollm3")  # their files have rotary pairs of queries and keys side by side
 
 
-def row_order(config: PretrainedConfig) -> NDArray[np.int32] | None:
-    """Where the rows of a head of queries and keys lie in a file; None where they lie in order."""
-    if config.model_type not in INTERLEAVED:
-        return None
-    pairs = np.arange(head_width(config), dtype=np.int32).reshape(-1, 2)
-    return np.ascontiguousarray(pairs.T).reshape(-1)
-
-
 def tensor_order(config: PretrainedConfig, name: str, rows: int) -> NDArray[np.int32] | None:
     """Where the rows of a matrix, or the entries of its bias, lie in a file; None where they lie in order."""
-    order = row_order(config)
-    if order is None or name.split(".")[-2] not in ("attn_q", "attn_k"):
+    if config.model_type not in INTERLEAVED or name.split(".")[-2] not in ("attn_q", "attn_k"):
         return None
-    return np.arange(rows, dtype=np.int32).reshape(-1, len(order))[:, order].reshape(-1)
+    pairs = np.arange(rows, dtype=np.int32).reshape(-1, head_width(config) // 2, 2)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
 
 
 def int8_blocks(weight: torch.Tensor) -> NDArray[np.uint8]:

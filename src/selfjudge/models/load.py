@@ -117,11 +117,6 @@ class Draft(LoadedModel):
         return self.module
 
     @property
-    def kind(self) -> str:
-        """`eagle3` for a head, `layers` for a model."""
-        return "layers" if self.head is None else "eagle3"
-
-    @property
     def features(self) -> tuple[int, ...]:
         """The layers of the target whose inputs it reads."""
         return () if self.head is None else self.head.config.aux_layers

@@ -109,7 +109,9 @@ class Pair:
     @property
     def draft_kind(self) -> str | None:
         """`eagle3` for a head, `layers` for a model; None without a draft."""
-        return None if self.draft_model is None or self.draft is None else self.draft_model.kind
+        if self.draft_model is None or self.draft is None:
+            return None
+        return "layers" if self.draft_model.head is None else "eagle3"
 
     @property
     def window(self) -> int:

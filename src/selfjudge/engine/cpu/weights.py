@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
 from selfjudge.models.device import give_back
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import GgufFile, gguf_file, int8_blocks, row_order
+from selfjudge.models.gguf import GgufFile, gguf_file, int8_blocks, tensor_order
 from selfjudge.models.load import LoadedModel
 from selfjudge.models.shape import LayerPart, Shape, describe_model
 
@@ -32,7 +32,7 @@ class PackedWeights:
         if file is None:
             embedding, norm, head = self._from_modules(model)
         else:
-            embedding, norm, head = self._from_file(file, row_order(model.config))
+            embedding, norm, head = self._from_file(file, model.config)
         self.model = Model(*self._sizes(), *embedding, ctypes.addressof(self.layers), norm, head)
         give_back()  # the memory that packing needed
 
@@ -108,11 +108,10 @@ class PackedWeights:
 
     # ---------------------------------------------------------------------------------------------- from a GGUF file
 
-    def _from_file(self, file: GgufFile, heads: NDArray[np.int32] | None) -> _OuterWeights:
-        """`heads` is where the rows of a head lie in the file."""
+    def _from_file(self, file: GgufFile, config: PretrainedConfig) -> _OuterWeights:
         for i, layer in enumerate(self.layers):
             for part in self.shape.matrices:
-                order = self._file_order(part, heads)
+                order = self._file_order(part, config)
                 setattr(layer, part.field, self._file_matrix(file, f"blk.{i}.{part.gguf}", order))
             for part in self.shape.norms:  # a file has their offset in them
                 order = self._order(part.field, part.cols)
@@ -120,13 +119,12 @@ class PackedWeights:
         head = self._file_matrix(file, output_name(file))
         return self._file_embedding(file, head), self._file_floats(file, "output_norm.weight"), head
 
-    def _file_order(self, part: LayerPart, heads: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+    def _file_order(self, part: LayerPart, config: PretrainedConfig) -> NDArray[np.int32] | None:
         """The rows of a tensor of a file that a matrix is made of; None: all, as they are."""
-        order, rows = self._order(part.field, part.rows), np.arange(part.rows, dtype=np.int32)
-        if heads is not None and part.field in ("query", "key"):
-            rows = rows.reshape(-1, len(heads))[:, heads].reshape(-1)
-        elif order is None and not self.shape.family.fused:
+        order, rows = self._order(part.field, part.rows), tensor_order(config, f"{part.gguf}.weight", part.rows)
+        if order is None and rows is None and not self.shape.family.fused:
             return None
+        rows = np.arange(part.rows, dtype=np.int32) if rows is None else rows
         return np.ascontiguousarray((rows if order is None else rows[order]) + np.int32(part.first))
 
     def _file_embedding(self, file: GgufFile, head: Matrix) -> tuple[int, int, bool]:

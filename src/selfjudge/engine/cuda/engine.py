@@ -33,8 +33,6 @@ CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are capture
 SLOTS = 256  # cache lengths are multiples of this, so that the next batch is likely to fit into the same cache
 ASIDES = 2  # engines made by `aside` that are kept with their cache and graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
-
-
 WIDEST_HEAD = 256  # columns of a head that the kernels can hold
 
 
