@@ -18,7 +18,8 @@ from editing import greedy_under
 from selfjudge.decoding.admission import Request
 from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text, json_rule
 from selfjudge.decoding.loop import decode
-from selfjudge.decoding.rules import Exact, Margin
+from selfjudge.decoding.rules import Exact, Margin, SpeculativeSampling
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
@@ -87,33 +88,39 @@ def test_exact_under_a_grammar_is_plain_decoding_under_it(
         jsonschema_rs.validate(SCHEMA, json.loads(speller.tokenizer.decode(answer[:-1])))
 
 
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("kind", ["auto", "reference"])
-def test_drafts_follow_the_grammar(speller: Pair, grammar: Grammar, expected: list[list[int]], kind: str) -> None:
-    """A draft that is the target itself, and so is right wherever it may say what it wants."""
+def test_drafts_follow_the_grammar(speller: Pair, grammar: Grammar, kind: str, sampled: bool) -> None:
+    """A draft that is the target itself is right wherever it says what it may."""
     target, gamma = speller.target, 3
     engines = BatchEngines(make_engine(target, kind=kind), make_draft(target, target, kind=kind))
-    for text, answer in zip(PROMPTS, expected, strict=True):
+    rule = SpeculativeSampling(Sampling(1.3)) if sampled else Exact()
+    for text in PROMPTS:
         request = Request(speller.encode(text, raw=True), 100, edits=(grammar.begin(),))
-        steps = list(decode(engines, [request], Exact(), gamma=gamma, eos_ids=[END]))
-        assert steps[-1].cycle == math.ceil((len(answer) - 1) / (gamma + 1))
+        steps = list(decode(engines, [request], rule, gamma=gamma, eos_ids=[END]))
+        length = sum(len(emission.tokens) for step in steps for emission in step.emissions)
+        assert steps[-1].cycle == math.ceil((length - 1) / (gamma + 1))
 
 
-def test_a_refused_draft_becomes_the_likeliest_one_that_is_allowed(speller: Pair, grammar: Grammar) -> None:
+def test_a_draft_sees_the_tokens_that_are_allowed(speller: Pair, grammar: Grammar) -> None:
     edit = grammar.begin()
     edit.advance(speller.encode('{"a": [', raw=True))
     t, f, r, letter = (speller.encode(text, raw=True)[0] for text in "tfrz")
-    logits = torch.zeros(VOCAB)
-    logits[[t, f, letter]] = torch.tensor([1.0, 2.0, 3.0])
-    assert edit.draft([letter], logits, None) == f
-    assert edit.draft([t], logits, None) == t  # allowed
-    assert edit.draft([t, letter], logits, None) == r  # the only one
-    assert edit.draft([letter, letter], logits, None) == letter  # comes after a draft that is refused
-    ids = torch.tensor([letter, t, END])
-    assert edit.draft([letter], logits[ids], ids) == t
+
+    def allowed(drafts: list[int], ids: torch.Tensor | None = None) -> list[int]:
+        logits = torch.zeros(VOCAB if ids is None else len(ids))
+        edit.draft(logits, drafts, ids)
+        kept = logits.isfinite().nonzero()[:, 0]
+        return (kept if ids is None else ids[kept]).tolist()
+
+    assert {t, f} <= set(allowed([]))
+    assert letter not in allowed([])
+    assert allowed([t]) == [r]
+    assert allowed([letter]) == list(range(VOCAB))  # comes after a draft that is refused
+    assert allowed([], torch.tensor([letter, t, END])) == [t]
     edit.advance(speller.encode('true], "b": "red", "c": null}', raw=True))
-    assert edit.draft([letter], logits, None) == END
-    assert edit.draft([END], logits, None) == END
-    assert edit.draft([END, letter], logits, None) == letter
+    assert allowed([]) == [END]
+    assert allowed([END]) == list(range(VOCAB))
 
 
 def test_rows_after_a_refused_draft_or_the_end_are_left_alone(speller: Pair, grammar: Grammar) -> None:

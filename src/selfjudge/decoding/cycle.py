@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfjudge.decoding.edits import RowEdits, VerifiedLogits, improve_drafts
+from selfjudge.decoding.edits import RowEdits, VerifiedLogits, edit_draft
 from selfjudge.decoding.guards import GuardedBlock
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules
@@ -235,6 +235,8 @@ class Cycle:
         draft_on = None if draft.static else self.draft_on
         logits = draft.propose(self.gamma)
         for i in range(self.gamma):
+            if self.edits and not draft.static:
+                edit_draft(self.edits, logits, tokens, ids)
             known = logits[:, :size]
             if sampling is not None:
                 known, chosen = self._draw(logits, i, ids)
@@ -244,8 +246,6 @@ class Cycle:
                 if self.rule.reads_draft:
                     drawn_from.append(_over_vocabulary(replace_non_finite(logits), size, ids))
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
-            if self.edits and sampling is None and not draft.static:
-                tokens[-1] = improve_drafts(self.edits, tokens, logits, ids)
             if draft_on is not None and not draft_on(partial(_probabilities, known, chosen)):
                 break
             if i + 1 < self.gamma:

@@ -20,9 +20,9 @@ class LogitsEdit(Protocol):
         """Read or change in place the logits [γ+1, V] of a pass; row i follows the answer so far and drafts[:i].
         The pass after a prompt has no drafts. The state must stay as it is: drafts may be rejected."""
 
-    def draft(self, drafts: Sequence[int], logits: Tensor, ids: Tensor | None) -> int:
-        """The newest of these drafts, or a better one by the draft's logits [D], of the tokens `ids` or of all."""
-        return drafts[-1]
+    def draft(self, logits: Tensor, drafts: Sequence[int], ids: Tensor | None) -> None:
+        """Change in place the draft's logits [D] after these drafts, of the tokens `ids` or of all; few do."""
+        return
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Follow the tokens that the row has emitted, up to its end token."""
@@ -44,13 +44,12 @@ def apply_edits(
 
 
 @torch.inference_mode()
-def improve_drafts(edits: Sequence[RowEdits], tokens: Sequence[Tensor], logits: Tensor, ids: Tensor | None) -> Tensor:
-    """The newest of the drafts, each [B], with those of its logits [B, D] that the rows' edits prefer."""
-    rows = torch.stack(list(tokens), 1).tolist()
+def edit_draft(edits: Sequence[RowEdits], logits: Tensor, drafts: Sequence[Tensor], ids: Tensor | None) -> None:
+    """Let each row's edits change the draft's logits [B, D] after the drafts so far, each [B]."""
+    rows = torch.stack(list(drafts), 1).tolist() if drafts else [[]] * len(logits)
     for row, objects, own in zip(rows, edits, logits, strict=True):
         for edit in objects:
-            row[-1] = edit.draft(row, own, ids)
-    return tokens[-1].new_tensor([row[-1] for row in rows])
+            edit.draft(own, row, ids)
 
 
 class VerifiedLogits(NamedTuple):

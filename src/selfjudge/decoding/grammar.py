@@ -186,21 +186,16 @@ class Grammar(LogitsEdit):
             matcher.rollback(len(masks) - 1)
         logits[: len(masks)] += _unpack(masks, logits)[:, : logits.shape[-1]]
 
-    def draft(self, drafts: Sequence[int], logits: Tensor, ids: Tensor | None) -> int:
-        """The newest draft, or the likeliest that is allowed where the grammar refuses it."""
-        *before, newest = drafts
-        followed, matcher = 0, self.matcher
-        while followed < len(before) and before[followed] not in self.eos_ids:
-            if not matcher.try_consume_tokens([before[followed]]):
-                break
-            followed += 1
-        if followed == len(before) and not matcher.validate_tokens([newest]):
-            added = _unpack([matcher.compute_bitmask()], logits)[0]
-            best = int((logits + (added[: len(logits)] if ids is None else added[ids])).argmax())
-            newest = best if ids is None else int(ids[best])
-        if followed:
-            matcher.rollback(followed)
-        return newest
+    def draft(self, logits: Tensor, drafts: Sequence[int], ids: Tensor | None) -> None:
+        """Mask what the grammar refuses after these drafts; nothing where one of them is refused or ends the answer."""
+        if not self.eos_ids.isdisjoint(drafts) or self.matcher.validate_tokens([*drafts]) < len(drafts):
+            return
+        if drafts:
+            self.matcher.consume_tokens([*drafts])
+        added = _unpack([self.matcher.compute_bitmask()], logits)[0]
+        if drafts:
+            self.matcher.rollback(len(drafts))
+        logits += added[: len(logits)] if ids is None else added[ids]
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.matcher.try_consume_tokens([token for token in tokens if token not in self.eos_ids])
