@@ -121,8 +121,8 @@ def run(
 ) -> dict[str, Any]:
     """Answers every case twice, or as many as begin within so many minutes."""
     until = time.monotonic() + 60 * minutes
-    clocks = Clock(Grammar, "edit"), Clock(VerifiedLogits, "edit"), Clock(Cycle, "run")
-    spent = [0.0, 0.0, 0.0]
+    clocks = Clock(Grammar, "edit"), Clock(Grammar, "draft"), Clock(VerifiedLogits, "edit"), Clock(Cycle, "run")
+    spent = [0.0] * len(clocks)
     counts = dict.fromkeys(("answers", "finished", "valid", "equal_to_plain"), 0)
     lengths, cycles = [], 0
     for schema, prompt in cases:
@@ -141,10 +141,10 @@ def run(
         if answer.finish != "length":
             counts["finished"] += 1
             counts["valid"] += jsonschema_rs.is_valid(schema, parse_json(answer.text))
-    masks, edits, whole = spent
+    masks, drafts, edits, whole = spent
     return {
         **counts, "mean_accepted_length": statistics.mean(lengths), "cycles": cycles, "seconds_per_cycle": whole / cycles,
-        "mask_share_of_cycle": masks / whole, "mask_and_argmax_share_of_cycle": edits / whole,
+        "mask_share_of_cycle": masks / whole, "draft_mask_share_of_cycle": drafts / whole, "mask_and_argmax_share_of_cycle": edits / whole,
     }  # fmt: skip
 
 

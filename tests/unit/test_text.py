@@ -94,6 +94,8 @@ def test_a_batch_goes_on_after_a_pass_that_failed(byte_pair: Pair, monkeypatch: 
 def test_static_engines_are_kept_where_a_stream_is_not_read_to_its_end(tiny_pair: Pair, how: str) -> None:
     """With their cache and their captured cycles; not after an exception, which may have damaged them."""
     idle = [model.keep("idle engines", dict) for model in (tiny_pair.target_model, tiny_pair.draft_model) if model]
+    for engines in idle:
+        engines.clear()  # those of other tests
     whole = generate(tiny_pair, "w1 w2", engine="cuda", gamma=2, max_new_tokens=20)
     kept = [engine for engines in idle for own in engines.values() for engine in own]
     assert len(kept) == 2
