@@ -15,7 +15,10 @@ MERGES = [("t", "r"), ("tr", "u"), ("tru", "e"), ('"', ":"), ('":', "Ġ"), ("{",
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}-"
 
 
-def spelling_tokenizer(template: str = TEMPLATE, markers: Sequence[str] = ()) -> hf.PreTrainedTokenizerFast:
+def spelling_tokenizer(
+    template: str = TEMPLATE, markers: Sequence[str] = (), added: Sequence[str] = ()
+) -> hf.PreTrainedTokenizerFast:
+    """`markers` are special tokens, which have no text; `added` ones have it."""
     words = ["<pad>", "<s>", "</s>", *CHARACTERS, *("".join(pair) for pair in MERGES)]
     assert len(words) < VOCAB
     inner = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=MERGES))
@@ -23,13 +26,18 @@ def spelling_tokenizer(template: str = TEMPLATE, markers: Sequence[str] = ()) ->
     inner.decoder = decoders.ByteLevel()
     made = hf.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", bos_token="<s>", pad_token="<pad>")
     made.add_special_tokens({"additional_special_tokens": [*markers]})
+    made.add_tokens([*added])
     made.chat_template = template
     return made
 
 
-def save_spellers(root: Path, template: str = TEMPLATE, markers: Sequence[str] = ()) -> tuple[str, str]:
+def save_spellers(
+    root: Path, template: str = TEMPLATE, markers: Sequence[str] = (), added: Sequence[str] = ()
+) -> tuple[str, str]:
     """Folders of a target and a draft."""
+    tokenizer = spelling_tokenizer(template, markers, added)
     for seed, name in enumerate(("target", "draft"), 1):
-        tiny_model(seed=seed, max_position_embeddings=512).save_pretrained(root / name)
-        spelling_tokenizer(template, markers).save_pretrained(root / name)
+        size = max(VOCAB, len(tokenizer))
+        tiny_model(seed=seed, max_position_embeddings=512, vocab_size=size).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
     return str(root / "target"), str(root / "draft")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from selfjudge.decoding.grammar import compile_grammar, json_rule
+from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.tools import HERMES, LLAMA, MISTRAL, TEXT, CallReader, ToolFormat
 from selfjudge.models.pair import Pair
@@ -69,6 +70,21 @@ def test_grammars_of_formats(speller: Pair, name: str) -> None:
     ):  # fmt: skip
         assert tuple(allows(speller, grammar, text) for grammar in (free, needed, single, json_too)) == expected, text
     assert allows(speller, free, "well\n" + one) == (name == "hermes" or not one.startswith("<"))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "{% if tools %}<tool_call>{% endif %}"])
+def test_markers_that_are_tokens_with_a_text(tmp_path: Path, template: str) -> None:
+    """As Qwen has them: no other tokens may spell them."""
+    pair = Pair.load(*save_spellers(tmp_path, template, added=["<tool_call>", "</tool_call>"]), device="cpu")
+    known = ToolFormat.of(pair)
+    assert known is not None
+    calls = write("hermes", ROME, TIME)
+    for content, text in ((None, calls), (TEXT, calls), (TEXT, "well\n" + calls), (TEXT, "hello")):
+        assert allows(pair, known.grammar([WEATHER, NOW], content, True), text)
+    answer = generate(pair, "x", raw=True, grammar=known.grammar([NOW], None, False), max_new_tokens=99)
+    assert answer.finish == "eos"
+    content, [(name, arguments)] = read(known, [answer.text])
+    assert (content, name, json.loads(arguments)) == ("", "now", {})
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -145,7 +161,8 @@ def test_a_marker_that_is_a_special_token_has_no_text(tmp_path: Path) -> None:
     pair = Pair.load(*folders, device="cpu", dtype="float32")
     known = ToolFormat.of(pair)
     assert known is not None
-    assert known.token == pair.tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    assert known.tokens == {"[TOOL_CALLS]": pair.tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")}
+    assert not known.shown
     for content, expected in ((TEXT, (True, True, True)), (None, (True, False, False))):
         grammar = known.grammar([WEATHER, NOW], content, True)
         texts = (write("mistral", ROME, TIME), "hello " + write("mistral", ROME), "hello [a")

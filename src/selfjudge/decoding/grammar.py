@@ -198,7 +198,7 @@ class Grammar(LogitsEdit):
         logits += added[: len(logits)] if ids is None else added[ids]
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self.matcher.try_consume_tokens([token for token in tokens if token not in self.eos_ids])
+        self.matcher.consume_tokens([token for token in tokens if token not in self.eos_ids])  # an error stays
 
 
 def check_edits(edits: RowEdits) -> None:

@@ -14,7 +14,7 @@ from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text, j
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError
-from selfjudge.integrations.server.schema import ChatRequest, CompletionRequest
+from selfjudge.integrations.server.schema import ChatRequest, CompletionRequest, NamedTool
 from selfjudge.integrations.server.tools import TEXT, ToolFormat
 from selfjudge.models.pair import Pair
 
@@ -61,8 +61,8 @@ def read_grammar(pair: Pair, body: CompletionRequest, written: ToolFormat | None
         if written is None:
             raise SelfJudgeError("tools: how this model's chat template has them called is not known here")
         content = TEXT if form is None else json_rule(form.value, strict=form.strict)
-        functions, several = [tool.function.model_dump() for tool in tools], body.parallel_tool_calls is not False
-        free = body.tool_choice in (None, "auto")
+        functions, free = [tool.function.model_dump() for tool in tools], body.tool_choice in (None, "auto")
+        several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
         return compile_grammar(pair, written.grammar(functions, content if free else None, several))
     except SelfJudgeError as error:
         raise RefusedError(400, str(error), param=body.form) from None

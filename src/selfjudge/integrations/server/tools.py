@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from selfjudge.decoding.grammar import json_rule
@@ -30,7 +30,8 @@ class ToolFormat:
     end: str
     key: str = "arguments"
     at_start: bool = False  # whether calls are the whole answer; their marker may then be missing
-    token: int | None = None  # the marker as a special token, which has no text
+    tokens: Mapping[str, int] = field(default_factory=dict)  # the tokens of texts that must be single ones
+    shown: bool = True  # whether the marker is in the text of an answer: special tokens are not
     native: bool = True  # whether the template itself knows tools
 
     @classmethod
@@ -40,27 +41,35 @@ class ToolFormat:
         if not tokenizer.chat_template:
             return None
         template = str(tokenizer.get_chat_template(tools=[{}]))
-        if not re.search(r"\btools\b", template):
-            return replace(HERMES, native=False)
+        native = re.search(r"\btools\b", template) is not None
         for known in (MISTRAL, HERMES, LLAMA):
-            if known.marker in template or (known is LLAMA and '"parameters": ' in template):
-                token = tokenizer.get_added_vocab().get(known.marker)
-                special = token is not None and tokenizer.added_tokens_decoder[token].special
-                return replace(known, token=token if special else None)
+            own = known.marker in template or (known is LLAMA and '"parameters": ' in template)
+            if own if native else known is HERMES:
+                written = known.marker + known.begin + known.between + known.end
+                tokens = {text: token for text, token in tokenizer.get_added_vocab().items() if text in written}
+                token = tokens.get(known.marker)
+                shown = token is None or not tokenizer.added_tokens_decoder[token].special
+                return replace(known, tokens=tokens, shown=shown, native=native)
         return None
 
     @property
     def lead(self) -> str:
         """The text before the first call's name."""
-        marker = "" if self.at_start or self.token is not None else self.marker
+        marker = self.marker if self.shown and not self.at_start else ""
         return f'{marker}{self.begin}{{"name": "'
+
+    def _lark(self, text: str) -> str:
+        """A text in Lark: what is a token of its own is named by its number, for no other tokens may spell it."""
+        parts = re.split("|".join(f"({re.escape(one)})" for one in self.tokens), text) if self.tokens else [text]
+        named = (f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part) for part in parts if part)
+        return " ".join(named) or '""'
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], content: str | None, several: bool) -> str:
         """Calls of these functions, or the Lark rule `content` in their place; None: calls alone."""
-        marker = json.dumps(self.marker) if self.token is None else f"<[{self.token}]>"
+        marker, between = self._lark(self.marker), self._lark(self.between)
         calls, alone = f"({marker})? calls" if self.at_start else f"{marker} calls", content is None
-        more = f" ({json.dumps(self.between)} call){{0,{MOST_CALLS - 1}}}" if several else ""
-        rules = [f"calls: {json.dumps(self.begin)} call{more} {json.dumps(self.end)}"]
+        more = f" ({between} call){{0,{MOST_CALLS - 1}}}" if several else ""
+        rules = [f"calls: {self._lark(self.begin)} call{more} {self._lark(self.end)}"]
         if alone:
             rules.append(f"start: {calls}")
         elif content != TEXT or self.at_start:
@@ -68,7 +77,7 @@ class ToolFormat:
                 f"start: content | {calls}",
                 r"content: /([^{](.|\n)*)?/" if content == TEXT else f"content: {content}",
             ]
-        elif self.token is None:  # free text until the marker, which ends it at once
+        elif self.marker not in self.tokens:  # free text until the marker, which ends it at once
             rules += ["start: content | head calls", f"content: {TEXT}", f"head[lazy]: {TEXT} {marker}"]
         else:
             rules += [f"start: content ({calls})?", f"content: {TEXT}"]
