@@ -5,6 +5,7 @@ import sys
 from langchain_core.messages import AnyMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from openai import OpenAI
 
 
 @tool
@@ -14,7 +15,8 @@ def multiply(a: int, b: int) -> int:
 
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
-model = ChatOpenAI(model="smollm2-135m", base_url=url, api_key="none", temperature=0, max_completion_tokens=200)
+name = OpenAI(base_url=url, api_key="none").models.list().data[0].id
+model = ChatOpenAI(model=name, base_url=url, api_key="none", temperature=0, max_completion_tokens=200)
 messages: list[AnyMessage] = [HumanMessage("How much is 17 times 23?")]
 choice = "any"  # the first answer is a call; whether more follow is the model's choice
 for _ in range(4):

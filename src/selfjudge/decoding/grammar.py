@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -170,6 +170,7 @@ class Grammar(LogitsEdit):
 
     matcher: LLMatcher
     eos_ids: frozenset[int]
+    masks: dict[tuple[int, ...], bytes | None] = field(default_factory=dict)  # after drafts of this cycle
 
     def begin(self) -> Grammar:
         """The edit of one answer, which begins where this one is."""
@@ -177,27 +178,32 @@ class Grammar(LogitsEdit):
 
     def edit(self, logits: Tensor, drafts: Sequence[int]) -> None:
         """Mask the rows up to the first draft that the grammar refuses: no row after it can be reached."""
-        masks, matcher = [self.matcher.compute_bitmask()], self.matcher
-        for draft in drafts:
-            if draft in self.eos_ids or not matcher.try_consume_tokens([draft]):
+        masks: list[bytes] = []
+        for i in range(len(drafts) + 1):
+            if (mask := self._mask((*drafts[:i],))) is None:
                 break
-            masks.append(matcher.compute_bitmask())
-        if len(masks) > 1:
-            matcher.rollback(len(masks) - 1)
+            masks.append(mask)
         logits[: len(masks)] += _unpack(masks, logits)[:, : logits.shape[-1]]
 
     def draft(self, logits: Tensor, drafts: Sequence[int], ids: Tensor | None) -> None:
-        """Mask what the grammar refuses after these drafts; nothing where one of them is refused or ends the answer."""
-        if not self.eos_ids.isdisjoint(drafts) or self.matcher.validate_tokens([*drafts]) < len(drafts):
-            return
-        if drafts:
-            self.matcher.consume_tokens([*drafts])
-        added = _unpack([self.matcher.compute_bitmask()], logits)[0]
-        if drafts:
-            self.matcher.rollback(len(drafts))
-        logits += added[: len(logits)] if ids is None else added[ids]
+        """Mask what the grammar refuses after these drafts."""
+        if (mask := self._mask((*drafts,))) is not None:
+            added = _unpack([mask], logits)[0]
+            logits += added[: len(logits)] if ids is None else added[ids]
+
+    def _mask(self, drafts: tuple[int, ...]) -> bytes | None:
+        """The bits of what may follow these drafts; None where one of them is refused or ends the answer."""
+        if drafts not in self.masks:
+            matcher, mask = self.matcher, None
+            if self.eos_ids.isdisjoint(drafts) and matcher.validate_tokens([*drafts]) == len(drafts):
+                matcher.consume_tokens([*drafts])
+                mask = matcher.compute_bitmask()
+                matcher.rollback(len(drafts))
+            self.masks[drafts] = mask
+        return self.masks[drafts]
 
     def advance(self, tokens: Sequence[int]) -> None:
+        self.masks.clear()
         self.matcher.consume_tokens([token for token in tokens if token not in self.eos_ids])  # an error stays
 
 
