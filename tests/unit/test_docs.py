@@ -61,7 +61,7 @@ def test_no_figure_of_the_readme_is_written_by_hand() -> None:
     """What has a unit of speed, size or change comes from a file, but for what the reader sets."""
     template = (ROOT / "docs" / "templates" / "README.md.in").read_text()
     figures = re.findall(r"[\d.,]*\d\s*(?:×|%|tokens/s|points|MB|GB)", re.sub(r"\{\{.+?\}\}", "", template))
-    assert sorted(figures) == ["2 GB", "3 points", "90 %", "90 %"]  # torch, ε = 0.03, --quality 0.9
+    assert sorted(figures) == ["1 GB", "3 points", "90 %", "90 %"]  # torch, ε = 0.03, --quality 0.9
 
 
 def test_one_sentence_says_what_it_is_everywhere() -> None:

@@ -101,7 +101,7 @@ class JudgeWorker(Base):
 
 
 def expand(
-    output_ptr: Tensor, input_ptr: Tensor, cu_num_tokens_ptr: Tensor, replace_from: float, replace_to: float, **_: Any
+    output_ptr: Tensor, input_ptr: Tensor, cu_num_tokens_ptr: Tensor, replace_from: float, replace_to: float, *_: Any
 ) -> None:
     """What vLLM's `expand_kernel` should do: write each request's value for each of its drafts."""
     ends = cu_num_tokens_ptr.long()
