@@ -109,7 +109,9 @@ def test_the_playground_streams_both_answers(address: str, client: OpenAI, tmp_p
         judged = browser.run(
             "[...document.querySelectorAll('.card')].map(c => c.querySelectorAll('.token.judge').length)"
         )
-        assert browser.run("[...document.querySelectorAll('.card .error')].map(e => e.textContent).filter(t => t)") == []
+        assert (
+            browser.run("[...document.querySelectorAll('.card .error')].map(e => e.textContent).filter(t => t)") == []
+        )
         assert browser.complaints == []
     finally:
         browser.close()
