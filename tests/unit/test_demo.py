@@ -211,6 +211,7 @@ def test_a_relaxed_rule_drafts_as_much_as_exact_and_every_token_counts(
     monkeypatch.setattr(
         demo, "RULES", {"plain": ("exact", 0), "exact": ("exact", 3), "topk:20": ("topk:20,strict_start=0", None)}
     )
+    monkeypatch.setattr(LoadWatch, "describe", lambda *_: "")  # it would be said with every turn
     said: list[tuple[str, float]] = []
     run = answer_question(tiny_pair, DemoConfig(turns=1), lambda stage, share: said.append((stage, share)))
     assert [(turn, name) for turn, name, _ in run.measure()] == [(1, "plain"), (1, "exact"), (1, "topk:20")]
