@@ -20,7 +20,7 @@ ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8}
 SMALLER = {
     "doctor": [],
     "distill": [
-        "--prompts", "mine.jsonl:8", "--max-new-tokens", "16", "--held-out", "2", "--steps", "2", "--batch-tokens", "256",
+        "--prompts", "others.jsonl:8", "--max-new-tokens", "16", "--held-out", "2", "--steps", "2", "--batch-tokens", "256",
     ],
     "bench": ["--limit", "1", "--max-new-tokens", "12", "--repeats", "1"],
     "tune": [
@@ -56,7 +56,9 @@ def follow(model: str, folder: Path, *, fresh: bool = False) -> str:
     """Run the page's first block, from a target to a server, in a folder: what the server said."""
     said = ""
     rows: list[dict[str, Any]] = [{"prompt": f"What is {i} + {i + 3}?", "answer": str(2 * i + 3)} for i in range(40)]
-    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, question in (("mine", "What is"), ("others", "How much is")):  # a draft must not have seen what tune asks
+        asked_of = ({**row, "prompt": row["prompt"].replace("What is", question)} for row in rows)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked_of))
     for words in commands(model)[:FIRST]:
         if words[0] == "serve":
             with served(words, folder, fresh=fresh) as address:
