@@ -183,7 +183,8 @@ def test_streams_say_of_every_token_where_it_comes_from(server: Server, pair: Pa
     assert last.selfjudge["tokens_per_second"] > 0
     assert last.selfjudge["busy"] == "" or "speeds are not reliable" in last.selfjudge["busy"]
     without = list(ask(server, words(4, 6), stream=True, extra_body={"selfjudge": {"theta": "F"}}))
-    assert [c.choices[0].delta.content for c in without] == [c.choices[0].delta.content for c in (*chunks, last)]
+    assert "".join(c.choices[0].delta.content or "" for c in without) == made.text
+    assert len(without) <= len(chunks) + 1  # texts that wait for a busy client come as one
 
 
 def test_completions_take_text_and_token_ids(server: Server, pair: Pair) -> None:
