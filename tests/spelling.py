@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import transformers as hf
+from pydantic import BaseModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from conftest import VOCAB, tiny_model
@@ -13,6 +15,25 @@ from conftest import VOCAB, tiny_model
 CHARACTERS = '{}":,[]ĠĊ<>/;_-.0123456789abcdefghijklmnoprstuvwxyz'
 MERGES = [("t", "r"), ("tr", "u"), ("tru", "e"), ('"', ":"), ('":', "Ġ"), ("{", '"')]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}-"
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools[0]['function']['name'] }} <tool_call> {% endif %}{% for m in messages %}{{ m['content'] }}"
+    "{% if m['tool_calls'] %}{{ m['tool_calls'][0]['function']['arguments']['city'] }}{% endif %} {% endfor %}-"
+)
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["rome", "oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+class Paint(BaseModel):
+    hue: Literal["red", "blue"]
+    shiny: bool
+
+
+class Weather(BaseModel):
+    city: Literal["rome", "oslo"]
 
 
 def spelling_tokenizer(
@@ -41,3 +62,9 @@ def save_spellers(
         tiny_model(seed=seed, max_position_embeddings=512, vocab_size=size).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     return str(root / "target"), str(root / "draft")
+
+
+def name_spellers(root: Path, name: str) -> list[str]:
+    """Options of a server that calls such a pair by this name; its template knows tools."""
+    target, draft = save_spellers(root, TOOL_TEMPLATE)
+    return ["--target", target, "--draft", draft, "--name", name, "--gamma", "3", "--max-context", "500"]

@@ -9,43 +9,22 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
 from servers import Server
-from spelling import save_spellers
+from spelling import CITY, Paint, Weather, name_spellers
 
-TEMPLATE = (
-    "{% if tools %}{{ tools[0]['function']['name'] }} <tool_call> {% endif %}{% for m in messages %}{{ m['content'] }}"
-    " {% endfor %}-"
-)
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["rome", "oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}]
 CALLS: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
 MESSAGES: Any = [{"role": "user", "content": "paint it"}]
 
 
-class Paint(BaseModel):
-    hue: Literal["red", "blue"]
-    shiny: bool
-
-
-class Weather(BaseModel):
-    city: Literal["rome", "oslo"]
-
-
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    target, draft = save_spellers(tmp_path_factory.mktemp("spellers"), TEMPLATE)
-    return start("--target", target, "--draft", draft, "--name", "smollm2-135m", "--gamma", "3", "--max-context", "500")
+    return start(*name_spellers(tmp_path_factory.mktemp("spellers"), "smollm2-135m"))
 
 
 @pytest.fixture(scope="module")

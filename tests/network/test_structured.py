@@ -6,28 +6,17 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jsonschema_rs
 import openai
 import pytest
-from pydantic import BaseModel
 
 import selfjudge
 from selfjudge.models.pair import Pair
 from servers import Server
-from spelling import save_spellers
+from spelling import CITY, Paint, Weather, name_spellers
 
-TEMPLATE = (
-    "{% if tools %}{{ tools[0]['function']['name'] }} <tool_call> {% endif %}{% for m in messages %}{{ m['content'] }}"
-    "{% if m['tool_calls'] %}{{ m['tool_calls'][0]['function']['arguments']['city'] }}{% endif %} {% endfor %}-"
-)
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["rome", "oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOLS: Any = [
     {
         "type": "function",
@@ -42,19 +31,9 @@ PAINT = {
 }  # fmt: skip
 
 
-class Paint(BaseModel):
-    hue: Literal["red", "blue"]
-    shiny: bool
-
-
-class Weather(BaseModel):
-    city: Literal["rome", "oslo"]
-
-
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    target, draft = save_spellers(tmp_path_factory.mktemp("spellers"), TEMPLATE)
-    return start("--target", target, "--draft", draft, "--name", "tiny", "--gamma", "3", "--max-context", "500")
+    return start(*name_spellers(tmp_path_factory.mktemp("spellers"), "tiny"))
 
 
 def ask(server: Server, prompt: str = "paint it", **options: Any) -> Any:

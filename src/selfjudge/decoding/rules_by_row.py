@@ -153,7 +153,8 @@ class RowRules(AcceptanceRule):
         if self.sampling is None:
             return aligned
         own, part = self._sampled(block)
-        return own.put(aligned, SpeculativeSampling(own).aligned(part, logits[own.rows], choice[own.rows]))  # type: ignore[arg-type]
+        rule = SpeculativeSampling(own)  # type: ignore[arg-type]
+        return own.put(aligned, rule.aligned(part, logits[own.rows], choice[own.rows]))
 
     def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
         token = super().following(block, logits, choice, aligned, n)
