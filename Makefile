@@ -83,7 +83,7 @@ INSTALL = $(UV) pip install $(if $(MAKE_TERMOUT),,--quiet)
 # all that the README's commands need
 .venv/.serves: pyproject.toml constraints.txt | $(UV)
 	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) .venv
-	@echo "installing into .venv, 2 GB, more with NVIDIA's libraries: some minutes the first time"
+	@echo "installing into .venv, 1 GB, more with NVIDIA's libraries: some minutes the first time"
 	$(INSTALL) --python .venv -c constraints.txt -e ".[serve]"
 	touch $@
 
