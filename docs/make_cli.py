@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from selfjudge.cli.main import app
 
 COMMANDS = (
-    [], ["pull"], ["generate"], ["distill"], ["export"], ["label"], ["labels", "info"], ["train"], ["eval"], ["tune"], ["report"], ["reproduce"],
-    ["ls"], ["bench"], ["serve"], ["demo"], ["doctor"],
+    [], ["pull"], ["generate"], ["distill"], ["export"], ["label"], ["labels", "info"], ["train"], ["eval"], ["tune"], ["certificate", "verify"], ["report"],
+    ["reproduce"], ["ls"], ["bench"], ["serve"], ["demo"], ["doctor"],
 )  # fmt: skip
 
 print("# Command line\n\nMade by `make docs` from the program itself.\n")
