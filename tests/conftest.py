@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # the process that hands out the tests needs no torch
     import transformers as hf
 
     from browser import Browser
+    from selfjudge.integrations.server.operation import Metrics
     from selfjudge.models.eagle import EagleHead
     from selfjudge.models.pair import Pair
     from servers import Server
@@ -107,6 +108,13 @@ def tiny_model(kind: str = "llama", seed: int = 0, **options: object) -> hf.PreT
     torch.manual_seed(seed)
     config = getattr(hf, name)(**{**common, **own, **options})
     return hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def total(metrics: Metrics, name: str, **labels: str) -> float:
+    """The sum of a server's counter over all labels, or over those that have these values."""
+    found = metrics.registry.restricted_registry([f"selfjudge_{name}"]).collect()
+    samples = [sample for metric in found for sample in metric.samples]
+    return float(sum(sample.value for sample in samples if labels.items() <= sample.labels.items()))
 
 
 def tiny_head(

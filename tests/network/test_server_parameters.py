@@ -304,6 +304,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("stop_token_ids", {"stop_token_ids": [61]}), ("stop_token_ids.0", {"stop_token_ids": ["5"]}),
     ("stop_token_ids", {"stop_token_ids": [5] * 1025}), ("ignore_eos", {"ignore_eos": 1}),
     ("min_tokens", {"min_tokens": -1}), ("min_tokens", {"min_tokens": 4}), ("min_tokens", {"min_tokens": 2, "stop": "w1"}),
+    ("min_tokens", {"max_tokens": None, "min_tokens": 2001}), ("min_tokens", {"prompt": "w1", "max_tokens": None, "min_tokens": 17}),
     ("best_of", {"best_of": 2}), ("suffix", {"suffix": "x"}), ("max_tokens", {"max_completion_tokens": 4}), ("max_tokens", {"max_tokens": 2001}),
     ("stream_options", {"stream_options": {"include_usage": True}}), ("selfjudge", {"selfjudge": {"rule": "magic"}}),
     ("selfjudge", {"selfjudge": {"rule": "topk:2"}, "temperature": 1}), ("temperature", {"temperature": 1e-9}),

@@ -207,6 +207,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 1000}, "n", "at most 128"),
     ({"tools": [tool(f"f{i}") for i in range(10_000)]}, "tools", "at most 128"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+    ({"response_format": {**as_schema({"type": "array"}), "type": "json_object"}}, "response_format", "no other type"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "must be"),
     ({"response_format": as_schema([1])}, "response_format.json_schema.schema", "must be a valid dictionary"),
     ({"guided_json": "{"}, "guided_json", "not JSON"), ({"guided_regex": "(a"}, "guided_regex", "cannot be used"),

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import total
+from selfjudge.decoding import adjust
+from selfjudge.decoding.adjust import LogProbabilities
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, StepOutput, generate
@@ -116,6 +119,64 @@ def test_requests_of_unlike_rules_share_a_batch(begin: Begin) -> None:
         assert result.gamma == gamma
 
 
+def test_a_prompt_whose_log_probabilities_are_read_holds_up_no_answer(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers go on between the passes that read it, and one after the other is read."""
+    monkeypatch.setattr(adjust, "PROMPT_CHUNK", 8)
+    scheduler, noted = begin(), [LogProbabilities() for _ in range(2)]
+    progress: list[list[int]] = []
+    choice = scheduler.rules.choose(RuleRequest("exact", gamma=0))
+    long = CompletionJob(
+        (5, 6), choice, 40, lambda _: progress.append([len(one.noted) for one in noted]), detailed=True
+    )
+    echoed = []
+    for one in noted:
+        updates: queue.Queue[Update] = queue.Queue()
+        own = CompletionJob((7, *range(10, 49)), choice, 3, updates.put, {"edits": (one,)}, logprobs=one, echoed=True)
+        echoed.append((own, updates))
+    for own in (long, *(own for own, _ in echoed)):
+        scheduler.submit(own)
+    scheduler.start()
+    for own, updates in echoed:
+        assert last(updates).result is not None
+        assert own.logprobs is not None
+        assert [entry.token for entry in own.logprobs.noted[:40]] == [*own.prompt]
+    for which in range(2):
+        assert len({counts[which] for counts in progress} & {9, 17, 25, 33}) > 1  # a pass may read the other prompt
+    assert not any(0 < first < 40 and second for first, second in progress)
+
+
+def test_a_prompt_is_read_no_further_once_its_client_has_gone(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adjust, "PROMPT_CHUNK", 8)
+    scheduler, noted = begin(), LogProbabilities()
+    own, updates = job(scheduler, prompt=(7, *range(10, 49)))
+    own = replace(own, options={"edits": (noted,)}, logprobs=noted, echoed=True)
+    advance = noted.advance
+
+    def leave(tokens: tuple[int, ...]) -> None:
+        advance(tokens)
+        scheduler.cancel(own, "cancelled")
+
+    monkeypatch.setattr(noted, "advance", leave)
+    scheduler.submit(own)
+    scheduler.start()
+    assert last(updates).failure == "cancelled"
+    assert len(noted.noted) == 9
+
+
+def test_an_answer_without_memory_to_begin_with_says_so(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Batch, "add", fail)
+    scheduler = begin()
+    one, updates = job(scheduler)
+    scheduler.submit(one)
+    scheduler.start()
+    assert last(updates).failure == "memory"
+
+
 def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = begin()
     step = Batch.step
@@ -155,7 +216,7 @@ def test_what_a_key_has_read_is_found_by_this_key_alone(begin: Begin) -> None:
         tokens.append(result.tokens)
     assert cached == [0, 31, 0, 31, 31]
     assert tokens == tokens[:1] * 5
-    assert scheduler.metrics.total("cached_prompt_tokens_total") == 93
+    assert total(scheduler.metrics, "cached_prompt_tokens_total") == 93
 
 
 def test_without_a_prefix_cache_all_prompts_are_read(begin: Begin) -> None:
@@ -230,8 +291,8 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert 'selfjudge_request_seconds_bucket{le="+Inf",mode="off"} 3.0' in lines
     assert "selfjudge_running 3.0" in lines
     assert not [line for line in lines if "_created" in line]
-    assert metrics.total("requests_total") == 3
-    assert metrics.total("requests_total", status="503") == 2
+    assert total(metrics, "requests_total") == 3
+    assert total(metrics, "requests_total", status="503") == 2
 
 
 def test_metrics_tell_judged_from_off(begin: Begin) -> None:
@@ -242,13 +303,13 @@ def test_metrics_tell_judged_from_off(begin: Begin) -> None:
         updates: queue.Queue[Update] = queue.Queue()
         scheduler.submit(CompletionJob((5, 6), scheduler.rules.choose(RuleRequest(rule)), 20, updates.put))
         made[mode] = last(updates).result
-    total = scheduler.metrics.total
+    count = partial(total, scheduler.metrics)
     lines = scheduler.metrics.text().splitlines()
     for mode, result in made.items():
-        assert total("generations_total", mode=mode) == 1
-        assert total("tokens_total", mode=mode) == len(result.tokens)
-        assert total("tokens_total", mode=mode, origin="judge") == result.origins.count("judge")
-        assert total("cycles_total", mode=mode) == result.cycles
+        assert count("generations_total", mode=mode) == 1
+        assert count("tokens_total", mode=mode) == len(result.tokens)
+        assert count("tokens_total", mode=mode, origin="judge") == result.origins.count("judge")
+        assert count("cycles_total", mode=mode) == result.cycles
         assert f'selfjudge_mean_accepted_length{{mode="{mode}"}} {result.mean_accepted_length}' in lines
         assert f'selfjudge_request_seconds_count{{mode="{mode}"}} 1.0' in lines
     assert made["off"].judged_share == 0 < made["judged"].judged_share

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from conftest import total
 from fake_certificate import recipe_folder
+from selfjudge.decoding.grammar import compile_grammar
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, ShadowJobs, Update
@@ -24,6 +26,7 @@ from selfjudge.integrations.vllm import shadow as middleware
 from selfjudge.models.pair import Pair
 from selfjudge.tune.monitor import WAITING, DriftMonitor, Monitor, Shadow
 from selfjudge.types import Generation
+from spelling import save_spellers
 
 Begin = Callable[..., Scheduler]
 
@@ -33,9 +36,11 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
     """Schedulers under topk:9, which changes nearly all words, that decode all requests both ways."""
     begun: list[Scheduler] = []
 
-    def one(bound: float, n: int = 40, share: float = 1.0, drift: DriftMonitor | None = None) -> Scheduler:
-        rules, metrics = Rules(tiny_pair, None, RuleRequest("topk:9", gamma=2, strict_start=0)), Metrics()
-        scheduler = Scheduler(tiny_pair, rules, ServerConfig(max_context=90, max_batch=8), metrics)
+    def one(
+        bound: float, n: int = 40, share: float = 1.0, drift: DriftMonitor | None = None, pair: Pair = tiny_pair
+    ) -> Scheduler:
+        rules, metrics = Rules(pair, None, RuleRequest("topk:9", gamma=2, strict_start=0)), Metrics()
+        scheduler = Scheduler(pair, rules, ServerConfig(max_context=90, max_batch=8), metrics)
         shadow = Shadow(Monitor(bound, 0.05, n), share, LOG, metrics.registry, drift)
         scheduler.shadow = ShadowJobs(shadow, rules, metrics)
         begun.append(scheduler)
@@ -63,7 +68,7 @@ def result(updates: queue.Queue[Update]) -> Generation:
 def settled(scheduler: Scheduler, count: int) -> None:
     """Wait until so many requests have both answers."""
     for _ in range(3000):
-        if scheduler.metrics.total("shadow_requests_total") >= count:
+        if total(scheduler.metrics, "shadow_requests_total") >= count:
             return
         assert scheduler._thread.is_alive()
         scheduler._thread.join(0.01)
@@ -71,7 +76,7 @@ def settled(scheduler: Scheduler, count: int) -> None:
 
 
 def outcomes(scheduler: Scheduler, outcome: str) -> float:
-    return scheduler.metrics.total("shadow_requests_total", outcome=outcome)
+    return total(scheduler.metrics, "shadow_requests_total", outcome=outcome)
 
 
 def test_a_bad_rule_is_switched_off_and_says_so_once(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,9 +97,9 @@ def test_a_bad_rule_is_switched_off_and_says_so_once(begin: Begin, caplog: pytes
     exact = result(ask(scheduler, 6))
     assert exact.tokens == result(ask(scheduler, 6, off=True)).tokens != first.tokens
     assert result(ask(scheduler, 6, rule="topk:9")).tokens == first.tokens  # who asks for it gets it
-    counted = scheduler.metrics.total("shadow_requests_total")
+    counted = total(scheduler.metrics, "shadow_requests_total")
     result(ask(scheduler, 7))
-    assert scheduler.metrics.total("shadow_requests_total") == counted  # nothing is decoded twice any more
+    assert total(scheduler.metrics, "shadow_requests_total") == counted  # nothing is decoded twice any more
 
 
 def test_requests_unlike_the_calibration_switch_a_rule_off(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,6 +122,28 @@ def test_requests_unlike_the_calibration_switch_a_rule_off(begin: Begin, caplog:
     assert "selfjudge_shadow_switched_off 1.0" in scheduler.metrics.text().splitlines()
 
 
+def test_requests_under_a_grammar_do_not_count(begin: Begin, tmp_path: Path) -> None:
+    """Such an answer is verified exactly, whatever the server's rule is."""
+    pair = Pair.load(*save_spellers(tmp_path), device="cpu", dtype="float32")
+    scheduler = begin(0.99, share=0.0, drift=DriftMonitor({"judged_share": (0.9, 1.0)}, 0.05), pair=pair)
+    scheduler.start()
+    assert scheduler.shadow is not None
+    assert scheduler.shadow.shadow.drift is not None
+    grammar = compile_grammar(pair, "start: /[a-z ]*/")
+    for i in range(3):
+        updates: queue.Queue[Update] = queue.Queue()
+        choice = scheduler.rules.choose(RuleRequest().strictly())
+        scheduler.submit(CompletionJob((5, 6 + i), choice, 14, updates.put, {"edits": (grammar.begin(),)}))
+        assert "judge" not in result(updates).origins
+    assert scheduler.shadow.shadow.drift.bets["judged_share"][0].count == 0
+    assert "judge" in result(ask(scheduler, 6)).origins
+    for _ in range(3000):
+        if count := scheduler.shadow.shadow.drift.bets["judged_share"][0].count:
+            break
+        scheduler._thread.join(0.01)
+    assert count == 1
+
+
 def test_a_good_rule_is_not(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     scheduler = begin(0.99)
     scheduler.start()
@@ -128,7 +155,7 @@ def test_a_good_rule_is_not(begin: Begin, caplog: pytest.LogCaptureFixture) -> N
     assert outcomes(scheduler, "counted") == 12
     monitor = scheduler.shadow.shadow.monitor  # type: ignore[union-attr]
     assert 0 < monitor.loss < 0.99
-    assert scheduler.metrics.total("generations_total") == 12  # second answers are not those of clients
+    assert total(scheduler.metrics, "generations_total") == 12  # second answers are not those of clients
     assert scheduler.busy == 0
 
 
@@ -139,11 +166,11 @@ def test_requests_with_a_rule_of_their_own_are_left_alone(begin: Begin) -> None:
         result(ask(scheduler, 6, **how))
     result(ask(scheduler, 6, trace=True))  # the server's own rule, with a report
     settled(scheduler, 1)
-    assert scheduler.metrics.total("shadow_requests_total") == 1
+    assert total(scheduler.metrics, "shadow_requests_total") == 1
     none = begin(0.5, share=0.0)
     none.start()
     result(ask(none, 6))
-    assert none.metrics.total("shadow_requests_total") == 0
+    assert total(none.metrics, "shadow_requests_total") == 0
 
 
 def test_second_answers_wait_for_a_calm_engine_and_never_hold_up_the_end(begin: Begin) -> None:

@@ -23,6 +23,7 @@ from selfjudge.cli.options import AnsweringPair, AsJson, DecodeOptions, PairOpti
 from selfjudge.cli.output import Progress, fill_text, print_json, waiting, warn
 from selfjudge.decoding.costs import watch_measuring
 from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.integrations import asgi
 from selfjudge.integrations.server import playground
@@ -204,7 +205,8 @@ def serve(
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
 
-    replace(setup, request=setup.request if own.needs_judge else own).resolve()
+    sampling = Sampling(config.temperature) if config.temperature and not own.kind.lossless else None
+    replace(setup, request=setup.request if own.needs_judge else own).resolve(sampling)
     _serve_torch(setup, config, host, port)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,8 +35,9 @@ class LogProbabilities(LogitsEdit):
         self.noted: list[TokenLogprobs] = []
 
     @torch.no_grad()
-    def read_prompt(self, target: Engine, prompt: Sequence[int]) -> None:
-        """Note the tokens of a prompt before those of its answer, by passes of an engine that holds nothing else."""
+    def read_prompt(self, target: Engine, prompt: Sequence[int]) -> Iterator[None]:
+        """Note the tokens of a prompt before those of its answer, by passes of an engine that holds nothing else; other
+        work may be done after each."""
         self.noted.append(TokenLogprobs(prompt[0], None, ()))
         target.reserve(1, len(prompt))
         for begin in range(0, len(prompt) - 1, PROMPT_CHUNK):
@@ -44,6 +45,7 @@ class LogProbabilities(LogitsEdit):
             logits = target.extend(torch.tensor([read], device=target.device)).logits[0, : len(following)]
             self.edit(logits, ())
             self.advance(following)
+            yield
 
     def edit(self, logits: Tensor, drafts: Sequence[int]) -> None:
         self._rows = logits.float().log_softmax(-1).nan_to_num(LEAST_LOGPROB).clamp_min(LEAST_LOGPROB)

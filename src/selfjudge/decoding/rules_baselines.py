@@ -48,9 +48,8 @@ class Divergence(AcceptanceRule):
 
 @dataclass(frozen=True, eq=False)
 class LogitRatio(AcceptanceRule):
-    """d_i is the target's second choice, and z_i(d_i)/z_i(top) > ratio, both logits positive.
-    MARS (arXiv 2601.15498), by raw logits. The paper does not say what holds for other signs, where a ratio means
-    nothing: alignment decides."""
+    """d_i is the target's second choice, and z_i(d_i)/z_i(top) > ratio, both logits positive. MARS (arXiv 2601.15498),
+    by raw logits. The paper does not say what holds for other signs, where a ratio means nothing: alignment decides."""
 
     name = "mars"
     summary = "the draft is the target's second choice, and its logit is near the largest one by their ratio (MARS)"

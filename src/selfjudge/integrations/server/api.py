@@ -1,5 +1,4 @@
 """The HTTP surface: OpenAI's chat completions, completions and models, health and metrics; the playground's page.
-
 Headers, API key and size of the body are checked before every request. Every exception is answered in OpenAI's shape.
 """
 

@@ -75,9 +75,8 @@ class Updates:
 
 
 class Encoder:
-    """Encodes prompts in two threads, so that no short prompt waits behind a long one.
-
-    Each thread has a tokenizer of its own: two threads must not share one."""
+    """Encodes prompts in two threads, so that no short prompt waits behind a long one. Each thread has a tokenizer of
+    its own: two threads must not share one."""
 
     def __init__(self, pair: Pair) -> None:
         self.vocabulary = pair.target.get_output_embeddings().weight.shape[0]
@@ -245,7 +244,10 @@ class Completion:
             )
         if wanted is not None and wanted > most:
             raise RefusedError(400, f"max_tokens is at most {most}, not {wanted}", param="max_tokens")
-        return wanted or min(most if self.chat else COMPLETION_TOKENS, most, room)
+        limit = wanted or min(most if self.chat else COMPLETION_TOKENS, most, room)
+        if (self.body.min_tokens or 0) > limit:
+            raise RefusedError(400, f"min_tokens is more than max_tokens, {limit} for this request", param="min_tokens")
+        return limit
 
     def _too_long(self, message: str) -> RefusedError:
         return RefusedError(400, message, "context_length_exceeded", "messages" if self.chat else "prompt")

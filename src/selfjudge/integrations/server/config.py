@@ -1,6 +1,5 @@
-"""How the server decodes where a request says nothing else, what it accepts at most, and where it listens.
-
-Imports no torch: an address that is not free is refused at once."""
+"""How the server decodes where a request says nothing else, what it accepts at most, and where it listens. Imports no
+torch: an address that is not free is refused at once."""
 
 import errno
 import re
@@ -14,8 +13,7 @@ from selfjudge.integrations.asgi import ALLOWED
 from selfjudge.models.device import parse_memory
 from selfjudge.types import ENGINES, check_settings, setting
 
-BYTES_PER_TOKEN = 16
-"""Text that fits has fewer on average: 4 or 5 in English. Single tokens may have more: runs of spaces or of dashes."""
+BYTES_PER_TOKEN = 16  # text that fits has fewer, 4 or 5 in English; single tokens may have more: runs of spaces
 ORIGIN = re.compile(r"https?://[\w.-]+(:\d+)?|https?://\[[0-9a-fA-F:]+\](:\d+)?")  # as browsers send it
 
 
@@ -50,6 +48,8 @@ class ServerConfig:
             parse_memory(self.prefix_cache, "prefix_cache")
         if self.temperature:
             Sampling(self.temperature)
+        if self.temperature and self.shadow:
+            raise SelfJudgeError("`shadow` watches greedy answers, as they were certified: leave out `temperature`")
         for name in self.allowed_host:
             if not ALLOWED.fullmatch(name):
                 raise SelfJudgeError(f"`allowed_host` must be a name without scheme or port, not {name!r}")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from selfjudge.decoding.adjust import LogProbabilities
+from selfjudge.decoding.grammar import Grammar
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import RuleChoice, Rules
@@ -58,10 +59,9 @@ class CompletionJob:
 
 
 class ShadowJobs:
-    """Makes the jobs of second answers, which the scheduler takes while the engine has little to do.
-
-    Requests under the server's own rule alone are chosen. Where nothing was substituted, the answer is that of `exact`,
-    and nothing is decoded again. From the moment the certificate is refuted the server decodes exactly."""
+    """Makes the jobs of second answers, which the scheduler takes while the engine has little to do. Requests under the
+    server's own rule alone are chosen. Where nothing was substituted, the answer is that of `exact`, and nothing is
+    decoded again. From the moment the certificate is refuted the server decodes exactly."""
 
     def __init__(self, shadow: Shadow, rules: Rules, metrics: Metrics) -> None:
         self.shadow, self.rules = shadow, rules
@@ -77,8 +77,9 @@ class ShadowJobs:
         job.shadowed = plain and replace(job.choice, trace=False) == self._own and self.shadow.choose()
 
     def notice(self, job: CompletionJob, result: Generation) -> None:
-        """An answer under the server's own rule, chosen or not."""
-        if self.shadow.drift is not None and replace(job.choice, trace=False) == self._own:
+        """An answer under the server's own rule, chosen or not. Where a grammar constrains it, no rule acts."""
+        formed = any(isinstance(edit, Grammar) for edit in job.options.get("edits", ()))
+        if self.shadow.drift is not None and not formed and replace(job.choice, trace=False) == self._own:
             prompt = str(self.rules.pair.tokenizer.decode(job.prompt))
             judged = result.origins.count("judge")
             self.shadow.notice(describe_answer(prompt, len(result.tokens) - 1, result.cycles, judged))

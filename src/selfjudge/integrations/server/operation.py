@@ -47,12 +47,6 @@ class Metrics:
         gauge = self._gauges[name].labels(**labels) if labels else self._gauges[name]
         gauge.set_function(value)
 
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of a counter over all labels, or over those that have these values."""
-        chosen = self.registry.restricted_registry([PREFIX + name]).collect()
-        samples = [sample for metric in chosen for sample in metric.samples]
-        return float(sum(sample.value for sample in samples if labels.items() <= sample.labels.items()))
-
     def text(self) -> str:
         return str(generate_latest(self.registry), "utf-8")
 

@@ -1,6 +1,5 @@
-"""The playground: one page at `/` that shows an answer as it is decoded. It needs no other file and no other host.
-
-Our own server answers `/` itself. In front of vLLM's server the page comes from `Playground`, an ASGI middleware."""
+"""The playground: one page at `/` that shows an answer as it is decoded. It needs no other file and no other host. Our
+own server answers `/` itself. In front of vLLM's server the page comes from `Playground`, an ASGI middleware."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from selfjudge.store import hash_source, read_asset
 if TYPE_CHECKING:
     from selfjudge.tune.recipe import Recipe
 
-FACTS = "SELFJUDGE_PLAYGROUND"
-"""The variable that says, in front of vLLM, how answers are decoded: the field `selfjudge` of a model, as JSON."""
+FACTS = "SELFJUDGE_PLAYGROUND"  # the variable that has, in front of vLLM, the field `selfjudge` of a model as JSON
 MIDDLEWARE = "selfjudge.integrations.server.playground.Playground"  # for vLLM's `--middleware`
 
 

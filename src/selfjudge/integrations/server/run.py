@@ -25,10 +25,9 @@ from selfjudge.tune.recipe import Recipe
 
 class Connection(H11Protocol):
     """uvicorn's connection, with time limits for the head of a request and for the reader of an answer, and a limit on
-    the number of connections.
-
-    Where there are too many, a new one takes the place of the one that has waited longest for a head: clients that
-    send no request keep nobody out. If all have a request under way the new one is answered with 503."""
+    the number of connections. Where there are too many, a new one takes the place of the one that has waited longest
+    for a head: clients that send no request keep nobody out. If all have a request under way the new one is answered
+    with 503."""
 
     limits: ServerConfig
     _surplus = False
@@ -132,10 +131,9 @@ class Server(uvicorn.Server):
 
 
 def serve(scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, notify: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return.
-
-    `notify` is called with four lines once requests are welcome: where the API is, where the playground, what rule
-    decides, and that the server is ready."""
+    """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return. `notify` is called
+    with four lines once requests are welcome: where the API is, where the playground, what rule decides, and that the
+    server is ready."""
     try:
         asyncio.run(run(scheduler, recipe, listener, notify))
     finally:

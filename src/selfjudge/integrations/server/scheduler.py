@@ -1,10 +1,9 @@
-"""The queue and the batches: one thread decodes, everything else only asks it to.
-
-Requests share one batch, each with its own rule, γ and sampling, and enter it as places become free. Rules that cannot
-share (`RowRules`) have batches of their own, at most OWN_BATCHES; the batches take turns, one pass or one chunk of a
-prompt each. The queue is first in, first out: a request that must wait holds back those after it. Where clients have
-different keys each key has a queue of its own, and the key with the fewest answers under way is next. Second answers of
-a share of the requests (`shadow`) are begun while nobody waits and at most half of the places are taken."""
+"""The queue and the batches: one thread decodes, everything else only asks it to. Requests share one batch, each with
+its own rule, γ and sampling, and enter it as places become free. Rules that cannot share (`RowRules`) have batches of
+their own, at most OWN_BATCHES; the batches take turns, one pass or one chunk of a prompt each. The queue is first in,
+first out: a request that must wait holds back those after it. Where clients have different keys each key has a queue of
+its own, and the key with the fewest answers under way is next. Second answers of a share of the requests (`shadow`) are
+begun while nobody waits and at most half of the places are taken."""
 
 import contextlib
 import logging
@@ -178,9 +177,17 @@ class Scheduler:
                 except Exception:
                     LOG.exception("a cycle could not be captured")
                     self.warm_up.done = True
-            for key in list(self._batches):
-                self._turn(key)
-                self.flush()
+            self._advance()
+
+    def _advance(self) -> None:
+        """One pass of every batch, without the answers that were given up."""
+        for answer, job in list(self._jobs.items()):
+            if job.given_up or self._stopping:
+                self._batches[job.choice.key].drop(answer)
+                self._end(self._jobs.pop(answer), answer, job.given_up or "shutdown")
+        for key in list(self._batches):
+            self._turn(key)
+            self.flush()
 
     @property
     def _captures(self) -> bool:
@@ -195,7 +202,7 @@ class Scheduler:
         return None if any(job.background for job in self._jobs.values()) else self.shadow.waiting.popleft()
 
     def _prepare(self) -> bool:
-        """Wait for work, remove jobs that were given up, admit those that wait; False when it is time to stop."""
+        """Wait for work and admit jobs that wait; False when it is time to stop."""
         with self._state:
             second = self._second_answer()
             while not (self._queue or self._jobs or self._stopping or second or self._captures):
@@ -207,17 +214,14 @@ class Scheduler:
                 self._queue.remove(job)
                 self._running += 1
                 entering.append(job)
+                if job.echoed:  # others may enter before the next prompt is read
+                    break
         for job in entering:
             self._enter(job)
-        for answer, job in list(self._jobs.items()):
-            if job.given_up or self._stopping:
-                self._batches[job.choice.key].drop(answer)
-                self._end(self._jobs.pop(answer), answer, job.given_up or "shutdown")
         return True
 
     def _next(self, entering: Sequence[CompletionJob]) -> CompletionJob | None:
         """The job that enters after these: the first of the key that has the fewest answers, if there is room for it.
-
         With several keys none may hold the last places: each other key finds one."""
         if not self._queue or len(self._jobs) + len(entering) >= self.config.max_batch:
             return None
@@ -233,18 +237,20 @@ class Scheduler:
         return job if job.choice.shared is not None or len(own) <= OWN_BATCHES else None
 
     def _enter(self, job: CompletionJob) -> None:
-        batch = self._batches.get(job.choice.key)
         try:
             if job.logprobs is not None and job.echoed:
                 with PairEngines(self.pair, self.config.engine, drafts=False).borrow() as engines:
-                    job.logprobs.read_prompt(engines.target, job.prompt)
-            if batch is None:
+                    for _ in job.logprobs.read_prompt(engines.target, job.prompt):
+                        self._advance()
+                        if job.given_up or self._stopping:
+                            break
+            if (batch := self._batches.get(job.choice.key)) is None:
                 batch = job.choice.make_batch(self.pair, self.config)
             own = {"streamed": False, "by_step": not job.detailed, "salt": job.key, **job.options, **job.choice.of_row}
             answer = batch.add(job.prompt, max_new_tokens=job.max_new_tokens, **own)
-        except Exception:
+        except Exception as error:
             LOG.exception("an answer could not be started")
-            self._end(job, None, "error")
+            self._end(job, None, "memory" if isinstance(error, torch.OutOfMemoryError) else "error")
             return
         if not job.background:
             self.metrics.observe("queue_seconds", time.perf_counter() - job.arrived, mode=job.choice.mode)
@@ -334,10 +340,9 @@ def _choose_rows(pair: Pair, choice: RuleChoice, config: ServerConfig, context: 
 def start_scheduler(
     pair: Pair, judge: Judge | None, config: ServerConfig, recipe: Recipe | None = None, notify: Notify = ignore
 ) -> Scheduler:
-    """What the server decodes with, tried out and started; needs none of the packages for HTTP.
-
-    `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is told what
-    is captured before the start."""
+    """What the server decodes with, tried out and started; needs none of the packages for HTTP. `recipe` is the one
+    that rule and γ of the config come from; `shadow` watches its certificate. `notify` is told what is captured before
+    the start."""
     config.check()
     monitor = watch(recipe) if config.shadow else None
     if judge is not None:

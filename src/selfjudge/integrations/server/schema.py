@@ -1,6 +1,5 @@
-"""Bodies of requests, as OpenAI's and vLLM's clients send them.
-
-What would change an answer and is not supported is refused by name."""
+"""Bodies of requests, as OpenAI's and vLLM's clients send them. What would change an answer and is not supported is
+refused by name."""
 
 from __future__ import annotations
 
@@ -20,11 +19,9 @@ from selfjudge.store import parse_json, read_asset
 
 _FIELDS = json.loads(read_asset(__package__, "openai.json"))
 IGNORED: dict[str, str] = _FIELDS["ignored"]  # fields of OpenAI's API that are accepted and change nothing, and why
-UNSUPPORTED: dict[str, list[Any]] = _FIELDS["unsupported"]
-"""Fields that are not supported, and the values at which they change nothing."""
+UNSUPPORTED: dict[str, list[Any]] = _FIELDS["unsupported"]  # and the values at which they change nothing
 COMPLAINTS: dict[str, str] = _FIELDS["complaints"]
 """Kinds of pydantic's complaints that its own words describe by its classes, or otherwise than our settings do."""
-
 
 MOST_ANSWERS = 128  # prompts of a request, answers to each, and both together
 MOST_TOKENS = 1024  # tokens that `logit_bias` and `stop_token_ids` may name
@@ -72,8 +69,7 @@ def _read_schema(value: Any) -> Any:
 
 
 T = TypeVar("T")
-FailFast = Annotated[T, Field(fail_fast=True)]
-"""A list that is refused at its first wrong element: errors of a million elements would take seconds."""
+FailFast = Annotated[T, Field(fail_fast=True)]  # at the first wrong element: errors of a million take seconds
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Schema = Annotated[dict[str, Any] | None, BeforeValidator(_read_schema)]
 Choices = Annotated[FailFast[list[str]], Field(min_length=1, max_length=MOST_CHOICES)]
@@ -289,19 +285,21 @@ class CompletionRequest(Strict):
 
     def _conflicts(self) -> list[tuple[str, bool, str]]:
         """Fields that may not fit together: the one that is named, whether it is refused, and why."""
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         origins, wanted, forms = self.selfjudge is not None and self.selfjudge.tokens, self.response_format, self.forms
-        lacks = wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None
+        unfit = wanted is not None and (wanted.type == "json_schema") is (wanted.json_schema is None)
         formed = "does not go with a schema, a grammar or tools"
         return [
-            ("max_tokens", len(limits) > 1, "and max_completion_tokens are the same limit: give one"),
+            (
+                "max_tokens",
+                len({self.max_tokens, self.max_completion_tokens, None}) > 2,
+                "and max_completion_tokens are the same limit: give one",
+            ),
             ("stream_options", self.stream_options is not None and not self.stream, "needs stream: true"),
             ("selfjudge.tokens", origins and not self.stream, "needs stream: true"),
             ("min_tokens", bool(self.min_tokens and self.stop), "does not know of stop strings: give stop_token_ids"),
             ("min_tokens", bool(self.min_tokens) and self.form is not None, formed),
             ("ignore_eos", bool(self.ignore_eos) and self.form is not None, formed),
-            ("min_tokens", bool(limits and (self.min_tokens or 0) > max(limits)), "is more than max_tokens"),
-            ("response_format", lacks, "of type json_schema needs json_schema"),
+            ("response_format", unfit, "of type json_schema needs json_schema, which goes with no other type"),
             (forms[-1].param if forms else "", len(forms) > 1, "is a second form of the answer: give one"),
         ]
 

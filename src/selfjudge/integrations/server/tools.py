@@ -1,6 +1,5 @@
-"""Tool calls in the words of chat templates: what a grammar asks for, and what is read back from an answer.
-
-Under its grammar an answer writes calls in one way alone, so that reading them back needs no guesses."""
+"""Tool calls in the words of chat templates: what a grammar asks for, and what is read back from an answer. Under its
+grammar an answer writes calls in one way alone, so that reading them back needs no guesses."""
 
 from __future__ import annotations
 
