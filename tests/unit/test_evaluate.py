@@ -130,6 +130,12 @@ def test_an_example_behind_the_first_part_has_the_targets_choice(
     assert all(t["choice"] for t in judged)
 
 
+def test_a_gamma_that_is_named_twice_is_one(tiny_pair: Pair, tmp_path: Path) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 3)
+    config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact",), gammas=(3, 2, 3), batch=1, max_new_tokens=4)
+    assert [summary["gamma"] for summary in evaluate_rules(tiny_pair, tmp_path / "out", config)] == [3, 2]
+
+
 def test_where_graphs_are_captured_a_few_answers_are_traced_once_more(
     tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +159,13 @@ def test_where_graphs_are_captured_a_few_answers_are_traced_once_more(
     assert [traced for traced, _ in calls[4:]] == [True]
     assert shown.read_text() == every.read_text()
     other = generate(tiny_pair, "w1 w2", max_new_tokens=2)  # as if rounding had made it another one
-    assert trace_again(answerer, [other], ["w3 w4"], TopK(20), 3, 12, [0]) == [other]
+    assert trace_again(answerer, [other], 1, ["w3 w4"], TopK(20), 3, 12, [0]) == [other]
+    calls.clear()
+    plain = generate(tiny_pair, ["w1 w2", "w3 w4", "w5 w6"], TopK(20), gamma=3, max_new_tokens=12, trace=False)
+    traced = trace_again(answerer, plain, 2, ["w1 w2", "w3 w4", "w5 w6"], TopK(20), 3, 12, range(3))
+    assert calls == [(True, 2), (True, 1)]
+    assert [answer.tokens for answer in traced] == [answer.tokens for answer in plain]
+    assert any(answer.judged_tokens for answer in traced)
 
 
 @pytest.mark.parametrize(

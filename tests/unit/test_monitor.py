@@ -18,6 +18,7 @@ from selfjudge.tune.certify import Claim, compute_log_capital, find_upper_bound
 from selfjudge.tune.monitor import DRIFT_ROUND, FIGURES, DriftMonitor, Monitor, describe_answer, describe_scope, watch
 from selfjudge.tune.pipeline import _average_figures
 from selfjudge.tune.recipe import Recipe
+from selfjudge.tune.verify import describe_overlap
 
 LOSSES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=40)
 
@@ -107,18 +108,29 @@ def test_one_request_a_round_refutes_nothing_false() -> None:
 @given(st.lists(st.floats(0, 1), min_size=20, max_size=60), st.floats(0.01, 0.3))
 @settings(max_examples=20)
 def test_the_bound_of_the_calibration_is_above_what_it_saw(losses: list[float], delta: float) -> None:
-    bound = find_upper_bound(losses, delta)
+    bound = find_upper_bound(losses, delta, 60)
     assert min(losses) <= bound <= 1
-    assert find_upper_bound(losses, delta / 4) >= bound
+    assert find_upper_bound(losses, delta / 4, 60) >= bound
 
 
 @pytest.mark.slow
 def test_the_bound_holds_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
-    bounds = [find_upper_bound(rng.random(80) < 0.3, 0.1) for _ in range(150)]
+    losses = rng.random((150, 80)) < 0.3
+    bounds = [find_upper_bound(own, 0.1, 80) for own in losses]
     assert np.mean([bound < 0.3 for bound in bounds]) <= 0.1
     assert np.mean(bounds) < 0.55
-    assert find_upper_bound([], 0.1) == 1
+    assert find_upper_bound([], 0.1, 80) == 1
+
+
+def test_where_a_run_ends_makes_no_bound_smaller() -> None:
+    """The time may be up at any prompt, also at one that suits the rule: stakes are for the prompts that were planned."""
+    losses = (np.random.default_rng(0).random(80) < 0.3).astype(float)
+    ends = [describe_overlap(losses[:end].tolist(), [1] * 80, 0.1)["bound"] for end in range(10, 81, 10)]
+    assert ends == sorted(ends, reverse=True)
+    scopes = [describe_scope({"judged_share": losses[:end].tolist()}, 0.4, 80)["judged_share"] for end in (20, 50, 80)]
+    assert [high for _, high in scopes] == sorted((high for _, high in scopes), reverse=True)
+    assert [low for low, _ in scopes] == sorted(low for low, _ in scopes)
 
 
 def test_what_is_watched_is_what_was_certified_or_what_the_calibration_showed(tiny_pair: Pair, tmp_path: Path) -> None:
@@ -164,7 +176,7 @@ def test_other_requests_are_noticed_within_500(shift: str, runs: int) -> None:
     noticed = 0
     for seed in range(runs):
         rng = np.random.default_rng(seed)
-        monitor = DriftMonitor(describe_scope(served(rng, 600, **CHAT), 0.05), 0.05)
+        monitor = DriftMonitor(describe_scope(served(rng, 600, **CHAT), 0.05, 600), 0.05)
         good, other = served(rng, 250, **CHAT), served(rng, 500, **SHIFTS[shift])
         for figures in (good, other):
             for row in zip(*figures.values(), strict=True):
@@ -182,7 +194,7 @@ def test_requests_like_the_calibrations_are_seldom_taken_for_others(runs: int) -
     delta, wrong = 0.2, 0
     for seed in range(runs):
         rng = np.random.default_rng(100 + seed)
-        scope, share = describe_scope(served(rng, 200, **CHAT), delta), delta / 8 / 3
+        scope, share = describe_scope(served(rng, 200, **CHAT), delta, 200), delta / 8 / 3
         live = served(rng, 1000, **CHAT)
         wrong += any(
             bool(refuted(bound, share, DRIFT_ROUND, values[None])[0])

@@ -157,10 +157,10 @@ def plan_runs(
             raise SelfJudgeError(f"two rules are called {name}: give them different names, or judges by `judges`")
         else:
             variants[name] = rule, None
-    for gamma in gammas:
+    for gamma in (once := dict.fromkeys(gammas)):
         for resolved, _ in variants.values():
             resolved.check(gamma)
-    return [RuleRun(name, gamma, resolved, judge) for gamma in gammas for name, (resolved, judge) in variants.items()]
+    return [RuleRun(name, gamma, resolved, judge) for gamma in once for name, (resolved, judge) in variants.items()]
 
 
 def _resolve(spec: str, judges: Judges, pair: Pair | tuple[int, ...]) -> dict[str, tuple[AcceptanceRule, str | None]]:

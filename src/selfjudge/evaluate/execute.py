@@ -177,7 +177,7 @@ class Execution:
         judged = [i for i, answer in enumerate(answers) if "judge" in answer.origins]
         traced = judged[: max(min(TRACED, self.batch), self.config.examples)]
         asked = self._ask([self.examples.rows[i] for i in traced])
-        again = trace_again(self.answerer, [answers[i] for i in traced], *asked)
+        again = trace_again(self.answerer, [answers[i] for i in traced], self.batch, *asked)
         for i, answer in zip(traced, again, strict=True):
             answers[i] = answer
         write_rows(self.folder / "examples.jsonl", self._choose_examples(samples, answers))
@@ -218,12 +218,14 @@ class Execution:
         ]
 
 
-def trace_again(answerer: Answerer, answers: Sequence[Generation], *asked: Any) -> Sequence[Generation]:
-    """The answers, decoded again with a trace unless they have one; those that rounding changes stay."""
+def trace_again(answerer: Answerer, answers: Sequence[Generation], batch: int, *asked: Any) -> Sequence[Generation]:
+    """The answers, decoded again in batches with a trace unless they have one; those that rounding changes stay."""
     if all(answer.judged_tokens for answer in answers) or not isinstance(answerer, TorchAnswerer):
         return answers
-    answerer.trace = True
-    again, _ = answerer.answer(*asked)
+    (prompts, rule, gamma, most, seeds), again, answerer.trace = asked, list[Generation](), True
+    for start in range(0, len(prompts), batch):
+        part = slice(start, start + batch)
+        again += answerer.answer(prompts[part], rule, gamma, most, seeds[part])[0]
     answerer.trace = False
     return [new if new.tokens == old.tokens else old for old, new in zip(answers, again, strict=True)]
 

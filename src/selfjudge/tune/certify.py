@@ -1,9 +1,8 @@
-"""Is the loss of a rule at most ε? A bet against the claim that it is more; numpy alone.
-
-A group of prompts that depend on one another, mostly one prompt, is one observation: their mean
-D = S_exact − S_rule ∈ [−1, 1]. The hypothesis to refute is E[D] > ε. A capital of 1 is multiplied at each observation
-by 1 − λ(X − μ), where X = (D + 1)/2 and μ = (1 + ε)/2. Under the hypothesis it does not grow on average, however λ is
-chosen from the past; the probability that it ever reaches 1/δ is at most δ (Ville). So a bet may end at any time."""
+"""Is the loss of a rule at most ε? A bet against the claim that it is more; numpy alone. A group of prompts that depend
+on one another, mostly one prompt, is one observation: their mean D = S_exact − S_rule ∈ [−1, 1]. The hypothesis to
+refute is E[D] > ε. A capital of 1 is multiplied at each observation by 1 − λ(X − μ), where X = (D + 1)/2 and μ = (1 +
+ε)/2. Under the hypothesis it does not grow on average, however λ is chosen from the past; the probability that it ever
+reaches 1/δ is at most δ (Ville). So a bet may end at any time."""
 
 import itertools
 import math
@@ -195,11 +194,12 @@ def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delt
     }
 
 
-def find_upper_bound(differences: Sequence[float] | Floats, delta: float) -> float:
-    """The smallest ε, in steps of 0.005, that these prompts certify with every larger one: E[D] ≤ ε; 1 if none."""
+def find_upper_bound(differences: Sequence[float] | Floats, delta: float, n: int) -> float:
+    """The smallest ε, in steps of 0.005, that these prompts certify with every larger one: E[D] ≤ ε; 1 if none. Stakes
+    are for the `n` that were planned: where a run ended may depend on what it saw."""
     bound = 1.0
     for epsilon in np.arange(_STEPS - 1, -1, -1) / _STEPS:
-        claim = Claim(float(epsilon), delta, len(differences))
+        claim = Claim(float(epsilon), delta, n)
         if compute_log_capital(claim, differences).max(initial=0.0) < claim.goal:
             break
         bound = claim.epsilon

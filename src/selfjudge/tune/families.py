@@ -1,5 +1,4 @@
 """The rules that `tune` tries, in families from strict to loose, and the pairs of a rule and γ that it tests. No torch.
-
 All rules are guarded: at end-of-sequence and other special tokens the target alone decides. A rule's speed at a γ and a
 load (rows at a time) is its tokens per cycle over the seconds of such a cycle. A rule has a best γ at each load, and a
 pair is tested if it may beat `exact` and plain decoding at theirs. Speeds are measured on prompts set aside and kept in

@@ -1,12 +1,9 @@
-"""Which prompts count as one observation, in which order, and which were tested before. Loads no torch.
-
-A bet is valid for independent observations. Paraphrases of a prompt are won or lost together: ten counted one by one
-would certify a rule ten times as easily. So a group is one observation. Nobody chooses the order: whoever may try
-several can wait for a lucky one.
-
-The ledger, HOME/attempts.jsonl or the file that SELFJUDGE_LEDGER names, has a row for every run of `tune`. An attempt
-with prompts of an earlier one of the same target spends a share of δ of its own (`certify.share_delta`); a resumed run
-is the same attempt. Attempts are hidden by removing the file or tuning on another machine."""
+"""Which prompts count as one observation, in which order, and which were tested before. Loads no torch. A bet is valid
+for independent observations. Paraphrases of a prompt are won or lost together: ten counted one by one would certify a
+rule ten times as easily. So a group is one observation. Nobody chooses the order: whoever may try several can wait for
+a lucky one. The ledger, HOME/attempts.jsonl or the file that SELFJUDGE_LEDGER names, has a row for every run of `tune`.
+An attempt with prompts of an earlier one of the same target spends a share of δ of its own (`certify.share_delta`); a
+resumed run is the same attempt. Attempts are hidden by removing the file or tuning on another machine."""
 
 import hashlib
 import math

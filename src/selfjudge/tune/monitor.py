@@ -1,13 +1,11 @@
-"""Tests on a share of live requests whether a certificate holds for them. Loads no torch.
-
-Live requests have no right answers, so D = 1 − the share of words in common, in order, with `exact`. The bet of
-`certify` is turned round: it refutes E[D] ≤ bound. The bound is ε if overlap was certified, else the most that the
-calibration prompts allow. A bet that has lost its capital on good requests would not notice bad ones, so it begins anew
-every n requests. Round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability ≤ δ.
-
-Figures of every answer show whether requests have changed: whether the prompt asks for code or structure, passes per
-token, the share of substitutions. A certificate's `scope` has the interval of the mean of each over its own prompts.
-Two bets watch the ends of each interval; half of δ is theirs."""
+"""Tests on a share of live requests whether a certificate holds for them. Loads no torch. Live requests have no right
+answers, so D = 1 − the share of words in common, in order, with `exact`. The bet of `certify` is turned round: it
+refutes E[D] ≤ bound. The bound is ε if overlap was certified, else the most that the calibration prompts allow. A bet
+that has lost its capital on good requests would not notice bad ones, so it begins anew every n requests. Round j has
+the share δ/(j(j + 1)), and all rounds together are wrong with probability ≤ δ. Figures of every answer show whether
+requests have changed: whether the prompt asks for code or structure, passes per token, the share of substitutions. A
+certificate's `scope` has the interval of the mean of each over its own prompts. Two bets watch the ends of each
+interval; half of δ is theirs."""
 
 from __future__ import annotations
 
@@ -29,14 +27,13 @@ if TYPE_CHECKING:
 WORDS = 512  # words of an answer that are compared: the time grows with their square, and the server waits
 DRIFT_ROUND = 250  # answers of a round of the bets on figures that all answers have
 WAITING = 16  # requests that may wait for an idle engine; while so many do, no other is chosen
-FIGURES = {
+FIGURES = {  # names and meanings of `Monitor.figures`
     "shadow_loss": "Mean loss of agreement of the requests that were decoded both ways.",
     "shadow_bound": "The most that the certificate allows.",
     "shadow_log_capital": "Logarithm of the capital of the bet against the certificate, in its present round.",
     "shadow_goal": "The log capital that refutes the certificate.",
     "shadow_switched_off": "1 once the certificate is refuted: requests that name no rule are decoded exactly.",
 }
-"""Names and meanings of `Monitor.figures`."""
 OUTCOMES = "Requests chosen to be decoded both ways: counted, skipped (too many waited) or failed (no two answers)."
 
 
@@ -110,11 +107,11 @@ def compute_loss(exact: str, shown: str) -> float:
     return 1.0 - compute_overlap(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
 
 
-def describe_scope(figures: Mapping[str, Sequence[float]], delta: float) -> dict[str, list[float]]:
-    """Intervals of the means of figures, of each group one; all are right with confidence 1 − δ/4."""
+def describe_scope(figures: Mapping[str, Sequence[float]], delta: float, n: int) -> dict[str, list[float]]:
+    """Intervals of the means of figures, planned for `n` groups; all are right with confidence 1 − δ/4."""
     share = delta / 8 / max(1, len(figures))
     return {
-        name: [1.0 - find_upper_bound([1.0 - value for value in values], share), find_upper_bound(values, share)]
+        name: [1.0 - find_upper_bound([1.0 - value for value in values], share, n), find_upper_bound(values, share, n)]
         for name, values in figures.items()
     }
 

@@ -57,11 +57,10 @@ def tune_pair(
     notify: Notify = ignore,
     warn: Warn = ignore,
 ) -> Recipe:
-    """Find the fastest rule whose loss is certified, in the folder `out`. Resumes an earlier call.
-
-    `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this
-    process, unless an `answerer` is handed in. `warn` is also told before the run what so many prompts can certify.
-    A finished run returns at once, unless its time was up and there is more now, or its speeds were not reliable."""
+    """Find the fastest rule whose loss is certified, in the folder `out`. Resumes an earlier call. `judge` is the one
+    of the judged rules; the one that ships for the pair if not given. The models run in this process, unless an
+    `answerer` is handed in. `warn` is also told before the run what so many prompts can certify. A finished run returns
+    at once, unless its time was up and there is more now, or its speeds were not reliable."""
     config.check()
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
     folder.claim()
@@ -184,10 +183,9 @@ def _describe_outcome(job: TuneJob, result: TuneResult, outcome: LoadOutcome) ->
 
 
 def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
-    """What a certificate says of the rule that is taken: itself with all its numbers, its figures and its bet.
-
-    The overlap with the words of `exact` is noted whatever is certified, as are figures that the answers to the
-    calibration prompts share: a server can watch both (`tune.monitor`)."""
+    """What a certificate says of the rule that is taken: itself with all its numbers, its figures and its bet. The
+    overlap with the words of `exact` is noted whatever is certified, as are figures that the answers to the calibration
+    prompts share: a server can watch both (`tune.monitor`)."""
     overlap, lost = LossMeasure("overlap"), None
     if job.measure != overlap:
         answers = zip(job.prompts, best.exact, best.samples, strict=False)
@@ -199,7 +197,7 @@ def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
         "certified": True,
         **describe_certified(best.claim, best.differences, best.sizes, job.config.delta, lost),
         "mean_difference_ci": bootstrap_interval(-best.observations),
-        "scope": describe_scope(_average_figures(job, best), job.config.delta),
+        "scope": describe_scope(_average_figures(job, best), job.config.delta, len(job.sizes)),
     }
 
 
@@ -259,7 +257,7 @@ def choose_examples(job: TuneJob, best: RuleTrial | None) -> list[dict[str, Any]
     chosen, run = (*lost, *gained), job.plan(best.rule, best.gamma)
     asked = [job.prompts[i].prompt for i in chosen], run.rule, run.gamma, job.max_new_tokens
     seeds = [row_seed(0, i) for i in chosen]
-    answers = trace_again(job.answerer, [restore_answer(best.samples[i]) for i in chosen], *asked, seeds)
+    answers = trace_again(job.answerer, [restore_answer(best.samples[i]) for i in chosen], job.batch, *asked, seeds)
     shown = []
     for i, answer in zip(chosen, answers, strict=True):
         prompt, difference, sides = job.prompts[i], -best.differences[i], []

@@ -1,5 +1,4 @@
 """The recipe: which rule at which γ for which pair and load, its certificate and its signature. Loads no torch.
-
 recipe.json names the rule with all its numbers, and has the SHA-256 of every file beside it and of itself: who changes
 one of them is noticed. What the files say is computed once more (`verify`), so that figures that do not follow from the
 evidence are refused. Whoever rewrites the evidence, the attempt, the groups or the names together with all checksums is
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
 RECIPE, JUDGE = "recipe.json", "judge"
 SIGNATURE = "signature.json"
-KEY_VARIABLE = "SELFJUDGE_RECIPE_KEY"
-"""The variable that names a public key: recipes that it did not sign are then refused wherever one is loaded."""
+KEY_VARIABLE = "SELFJUDGE_RECIPE_KEY"  # names a public key: recipes that it did not sign are then refused
 _HOW = "`ssh-keygen -t ed25519 -f key -N ''` makes key and key.pub"
 PAGE = "certificate.html"
 FORMAT = 3  # version of recipe.json and certificate.json
@@ -111,9 +109,8 @@ class Recipe:
 
     @classmethod
     def load(cls, folder: str | Path) -> Recipe:
-        """The recipe of a folder that `tune` has finished; refused if anything in it does not follow from the rest.
-
-        If SELFJUDGE_RECIPE_KEY names a public key, one that it did not sign is refused, too."""
+        """The recipe of a folder that `tune` has finished; refused if anything in it does not follow from the rest. If
+        SELFJUDGE_RECIPE_KEY names a public key, one that it did not sign is refused, too."""
         return cls.read(folder).verified(find_key())
 
     def verified(self, key: Path | None = None) -> Recipe:

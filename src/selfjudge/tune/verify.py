@@ -204,7 +204,8 @@ def _check_chosen(
 def describe_overlap(losses: Sequence[float], sizes: Sequence[int], delta: float) -> dict[str, Any]:
     """Share of the words of `exact` that is lost: of each prompt, the mean over groups, and its upper bound."""
     observed = average_groups(losses, sizes)
-    return {"losses": pack(losses), "mean": float(observed.mean()), "bound": find_upper_bound(observed, delta)}
+    mean, bound = float(observed.mean()), find_upper_bound(observed, delta, len(sizes))
+    return {"losses": pack(losses), "mean": mean, "bound": bound}
 
 
 def summarise(differences: Sequence[float], sizes: Sequence[int]) -> dict[str, Any]:
