@@ -107,8 +107,8 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
     distill = ["distill", *target, "--out", str(folder / "draft")]
     label = ["label", *target, *draft, "--prompts", asked]
     train = ["train", str(folder), *new]
-    evaluate = ["eval", "--tasks", f"file:{asked}", *new, "--gammas", "2", *target, *draft]
-    tune = ["tune", "--prompts", asked, *new, *target, *draft]
+    evaluate = ["eval", "--tasks", f"file:{asked}", *target, *draft, "--gammas", "2", *new]
+    tune = ["tune", "--prompts", asked, *target, *draft, *new]
     return {
         "export of nothing": ["export", *new, *target],
         "export of a model": ["export", *new, *target, *draft],
@@ -218,13 +218,15 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "load of vllm": [*serve, "--load", "4"],
         "serve limit": [*serve, "--max-queue", "0"],
         "serve host": [*serve, "--host", "203.0.113.1"],
-        "serve port": [*serve, "--port", "99999"],
+        "serve port": [*serve[:-1], "99999"],
         "serve theta": [*serve, "--theta", "0.4"],
         "serve key": [*serve, "--api-key", " "],
         "serve key twice": [*serve, "--api-key", "a, a"],
         "serve keys for vllm": [*serve, "--backend", "vllm", "--api-key", "a,b"],
         "serve timeout": [*serve, "--timeout", "0"],
         "serve temperature": [*serve, "--temperature", "0.001"],
+        "serve a greedy rule at a temperature": [*serve, "--rule", "margin", "--temperature", "0.7"],
+        "shadow of what is drawn": ["serve", "--recipe", str(folder / "tuned"), "--shadow", "0.1", "--temperature", "0.7"],
         "serve gamma": [*serve, "--gamma", "-1"],
         "serve fly": [*serve, "--rule", "fly", "--gamma", "4"],
         "serve a judge of another pair": ["serve", "--port", "0", "--judge", "qwen2.5-coder-1.5b"],
@@ -238,12 +240,13 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "data folder of an evaluation": [*evaluate, "--tasks", "gsm8k", "--data", str(folder / "nowhere")],
         "unknown task to reproduce": ["reproduce", "--tasks", "nobody", *new],
         "judge of an evaluation": [*evaluate, "--judge", "me=nowhere"],
+        "a judge that no rule uses": [*evaluate, "--rules", "exact topk:2", "--judge", f"me={folder / 'plain'}"],
         "no judge for a rule": [*evaluate, "--rules", "judged:0.5"],
         "no such judge": [*evaluate, "--rules", "judged:0.5@you", "--judge", f"me={folder / 'plain'}"],
-        "fly of an evaluation": [*evaluate, "--rules", "fly", "--gammas", "3"],
+        "fly of an evaluation": [*evaluate[:-3], "3", *new, "--rules", "fly"],
         "fly of an evaluation at the default": ["eval", "--tasks", "arithmetic", *new, "--rules", "exact fly"],
         "evaluated judge of another pair": ["eval", "--tasks", "arithmetic", *new, "--judge", "qwen2.5-coder-1.5b"],
-        "begun evaluation": [*evaluate, "--out", str(folder / "begun")],
+        "begun evaluation": [*evaluate[:-1], str(folder / "begun")],
         "nothing to tune on": ["tune", *new],
         "an epsilon of all": [*tune, "--epsilon", "1"],
         "no epsilon": [*tune, "--epsilon", "0"],
@@ -251,7 +254,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "no family": [*tune, "--families", ""],
         "unknown family": [*tune, "--families", "magic"],
         "family twice": [*tune, "--families", "margin,margin"],
-        "begun tuning": [*tune, "--out", str(folder / "begun")],
+        "begun tuning": [*tune[:-1], str(folder / "begun")],
         "too few prompts": [*tune, "--families", "margin"],
         "too few sums": ["tune", "--tasks", "arithmetic", "--limit", "20", "--epsilon", "0.01", *new],
         "more prompts than there are": [*tune, "--epsilon", "1e-9"],

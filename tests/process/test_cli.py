@@ -313,6 +313,16 @@ def test_warnings_name_options(run, pair: list[str], tmp_path: Path) -> None:
     assert "`" not in err
 
 
+def test_options_that_are_given_twice_are_named(run, pair: list[str]) -> None:
+    code, text, err = run("generate", "w1", *pair, "--rule", "nope", "--rule", "exact", "--stop", "w7", "--stop", "w9",
+                          "--color", "--color", "--seed", "1", "--seed", "2", "--seed", "3", "--max-new-tokens", "3")  # fmt: skip
+    assert (code, bool(text)) == (0, True), err
+    said = [line for line in err.splitlines() if "given" in line]
+    assert said == [
+        f"selfjudge: {what} times: the last one counts" for what in ("--rule is given 2", "--seed is given 3")
+    ]
+
+
 def test_an_unreadable_cache(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SELFJUDGE_HOME", str(tmp_path / "file"))

@@ -98,7 +98,7 @@ def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_p
     Judge(JudgeConfig(hidden_size=3, target="t")).save_pretrained(tmp_path / "other")
     for more, message in (
         (["--rules", "judged:F"], "needs a judge"), (["--tasks", "nothing"], "unknown task"), (["--tasks", "arithmetic, nothing"], "unknown task"),
-        (["--gammas", "x"], "whole numbers"), (["--judge", f"a={tmp_path / 'other'}"], "width 3"),
+        (["--gammas", "x"], "whole numbers"), (["--judge", f"a={tmp_path / 'other'}"], "no rule in `rules` uses a judge"), (["--judge", f"a={tmp_path / 'other'}", "--rules", "judged:0.5"], "width 3"),
         (["--judge", f"a={tmp_path / 'none'}", "--rules", "judged:0.5"], "not a judge folder"), (["--tasks", f"file:{tmp_path / 'no'}"], "does not exist"),
         (["--rules", "judged:0.5", "--judge", "=x"], "a name of its own"), (["--limit", "0"], "Invalid value for '--limit'"),
         (["--gammas", "500"], "at most 32"),

@@ -130,13 +130,29 @@ def _contest(folder: Path, **tests: Any) -> None:
     (folder / "livecodebench" / "release_v1_public_tests.jsonl").write_text(json.dumps(row))
 
 
+def _untested(folder: Path) -> None:
+    rows = [{"task_id": n, "text": "Write f.", "test_list": ["assert f()"] * (n != 12)} for n in (5, 11, 12)]
+    (folder / "mbpp" / "mbpp.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def _checked(folder: Path, check: str) -> None:
+    (folder / "f.jsonl").write_text(json.dumps({"prompt": "x", "check": check}))
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
         *(
             (lambda data, tests=tests: [_contest(data, **tests), load_task("livecodebench", data).examples("all")], "livecodebench: problem q0 has no tests")
-            for tests in ({}, {"public_test_cases": "[]"}, {"public_test_cases": "[1"}, {"sample_tests_parsed": [{"input": ""}], "func_name": None})
+            for tests in ({}, {"public_test_cases": "[]"}, {"public_test_cases": "[1"}, {"sample_tests_parsed": [{"input": ""}], "func_name": None},
+                          {"public_test_cases": '[{"input": 3, "output": 4}]'}, {"public_test_cases": '[{"input": "3", "output": null}]'})
         ),
+        (lambda data: [_untested(data), load_task("mbpp", data).examples("test")], "mbpp: problem 12 has no tests"),
+        *(
+            (lambda data, check=check: [_checked(data, check), load_task(f"file:{data}/f.jsonl").prepare()], "f.jsonl, row 1: check is not Python")
+            for check in ("assert 'x", "x = = 1", "\0", "(" * 500)
+        ),
+        (lambda data: load_task(f"file:{data}").examples("all"), "cannot read .*: it is not a file"),
         (lambda data: load_task("no-such-task", data), "unknown task 'no-such-task'; tasks are: gsm8k"),
         (lambda data: load_task("arithmetics", data), "unknown task 'arithmetics': do you mean arithmetic?"),
         (lambda data: load_task("gsm8k", data).examples("validation"), "no split 'validation'; it has: train, test"),

@@ -144,6 +144,8 @@ def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) ->
     judged = any(needs_judge(rule) for rule in config.choose_rules(True))
     if not given and judged and models.shipped_judge:
         given = [f"shipped={models.shipped_judge}"]
+    if given and not judged:
+        raise SelfJudgeError("no rule in `rules` uses a judge: leave out `judge`, or add judged")
     judges: dict[str, str] = {}
     for text in given or []:
         name, named, source = text.partition("=")

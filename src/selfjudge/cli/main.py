@@ -1,21 +1,20 @@
-"""The program: its commands, and how errors are printed.
-
-Progress goes to stderr, results to stdout; a foreseeable failure is one line on stderr and exit code 2.
-An unexpected one is a line and exit code 1.
-"""
+"""The program: its commands, and how errors are printed. Progress goes to stderr, results to stdout; a foreseeable
+failure is one line on stderr and exit code 2. An unexpected one is a line and exit code 1."""
 
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from selfjudge.cli import bench, decode, doctor, evaluate, models, train
 from selfjudge.cli.options import with_options
-from selfjudge.cli.output import OPTIONS, as_options
+from selfjudge.cli.output import OPTIONS, as_options, warn
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import versions
 
@@ -44,15 +43,28 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "demo": bench.demo,
     "doctor": doctor.doctor,
 }
+
+
+class Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does, which takes the last value of an option in silence: say that there were others."""
+        *_, order = self.make_parser(ctx).parse_args(args=[*args])
+        once = [p.opts[0] for p in order if isinstance(p, TyperOption) and not (p.multiple or p.is_flag)]
+        for option, count in Counter(once).items():
+            if count > 1 and not ctx.resilient_parsing:
+                warn(f"{option} is given {count} times: the last one counts")
+        return super().parse_args(ctx, args)
+
+
 for name, command in COMMANDS.items():
-    app.command(name)(with_options(command))
+    app.command(name, cls=Command)(with_options(command))
 
 labels_app = typer.Typer(no_args_is_help=True, help="Label folders.")
-labels_app.command("info")(with_options(train.info))
+labels_app.command("info", cls=Command)(with_options(train.info))
 app.add_typer(labels_app, name="labels")
 
 certificate_app = typer.Typer(no_args_is_help=True, help="Certificates of `selfjudge tune`.")
-certificate_app.command("verify")(evaluate.verify)
+certificate_app.command("verify", cls=Command)(evaluate.verify)
 app.add_typer(certificate_app, name="certificate")
 
 

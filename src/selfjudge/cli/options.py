@@ -1,11 +1,9 @@
-"""Options of the command line: each is written once, as a field of a config that declares default, meaning and range.
-
-A command takes whole groups of options: a parameter `config: LabelConfig` gives it the options of that config, and the
+"""Options of the command line: each is written once, as a field of a config that declares default, meaning and range. A
+command takes whole groups of options: a parameter `config: LabelConfig` gives it the options of that config, and the
 command gets the built and checked config. One that yields its result has the option --json, which prints it and ends
-the command there; without it the command goes on, and prints the result for people.
-
-Groups that several commands share are here, with the pair and the rule that they name. What can be checked from the
-command line and small files is refused before torch is imported."""
+the command there; without it the command goes on, and prints the result for people. Groups that several commands share
+are here, with the pair and the rule that they name. What can be checked from the command line and small files is
+refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -66,7 +64,6 @@ class Options:
 
 def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command as typer reads it: every parameter that is a config is replaced by the options which it declares.
-
     Each field made by `types.setting` is an option of its own name, default, help and range."""
     parameters: list[inspect.Parameter] = []
     configs: dict[str, tuple[Any, Options]] = {}
@@ -342,9 +339,8 @@ class Setup:
     @classmethod
     def of(cls, folder: Path | None, models: PairOptions, request: RuleRequest, load: int | None = None) -> Setup:
         """The given models and rule; with the folder of a recipe, those of its row that fits `load` requests at a time,
-        or of its first. Then only models may be given too.
-
-        Other models than the recipe's are refused by their checksums once they are loaded."""
+        or of its first. Then only models may be given too. Other models than the recipe's are refused by their
+        checksums once they are loaded."""
         if folder is None:
             return cls(models, request)
         if request != OPEN_REQUEST:

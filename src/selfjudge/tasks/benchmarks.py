@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
@@ -12,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import read_json, read_rows
 from selfjudge.store.schema import TaskRow
 from selfjudge.tasks import scoring
@@ -219,14 +220,17 @@ class File(Task):
         self.rows("all")
 
     def rows(self, split: str) -> list[Row]:
-        if not self.path.is_file():
-            raise SelfJudgeError(f"{self.path} does not exist")
         rows = [self._row(number, row) for number, row in enumerate(read_rows(self.path, TaskRow), 1)]
         return rows if split == "all" else [row for row in rows if row["split"] == split]
 
     def _row(self, number: int, row: Row) -> Row:
         row = {key: value for key, value in row.items() if value is not None}
         prompt = find_prompt(row, self.path, number)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                compile(row.get("check", ""), "check", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # each answer would fail it
+            raise SelfJudgeError(f"{self.path}, row {number}: check is not Python: {first_line(error)}") from None
         by_hash = "train" if sha256(normalise_words(prompt).encode()).digest()[0] % 5 else "test"  # one prompt of five
         return {**row, "id": str(row.get("id", f"{self.path.stem}-{number}")), "split": row.get("split") or by_hash}
 
@@ -321,7 +325,10 @@ class Mbpp(CodeTask, name="mbpp", columns={"task_id": int, "text": str, "test_li
     """Short Python functions from a sentence and a test (Austin et al. 2021), with the authors' splits."""
 
     def rows(self, split: str) -> list[Row]:
-        return [row for row in super().rows(split) if row["task_id"] in _IDS[split]]
+        rows = [row for row in super().rows(split) if row["task_id"] in _IDS[split]]
+        if (untested := next((row["task_id"] for row in rows if not row["test_list"]), None)) is not None:
+            raise SelfJudgeError(f"{self.name}: problem {untested} has no tests")
+        return rows
 
     def prompt(self, row: Row) -> str:
         return f"{row['text']}\nYour code should pass this test:\n{row['test_list'][0]}"
@@ -364,7 +371,7 @@ class LiveCodeBench(
             tests = [{"input": test["input"], "output": test["output"]} for test in tests]
         except (KeyError, TypeError, ValueError, AttributeError):
             tests = []
-        if not tests:
+        if not (tests and all(isinstance(text, str) for test in tests for text in test.values())):
             raise SelfJudgeError(f"{self.name}: problem {row['question_id']} has no tests that can be read")
         return {
             "id": f"livecodebench-{row['question_id']}",
