@@ -5,7 +5,7 @@ hold for the grown one up to rounding. Every matrix is twice as wide: outputs ar
 every hidden vector is [x; x], and norms see the same mean square. Heads are doubled in the same order, so their groups stay.
 The last norm is halved, because both halves meet the output matrix. Further layers have output projections of zero and add
 nothing. An EAGLE-3 head grows likewise, and reads the same states where they stand now. FOLDER gets an ordinary checkpoint
-in shards, and the head beside it, in our format (`FOLDER/head`) and in vLLM's (`FOLDER/speculators`).
+in shards, and the head beside it, in `FOLDER/head`.
 `gamma_auto.py --grown 40` grows on the device and times decoding; `whole_line.py` runs everything else on FOLDER.
 """
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from selfjudge.models.catalogue import EMBEDDED
@@ -147,6 +149,8 @@ def figures() -> Figures:
         for batch in (1, 8, 64):
             rows[f"h200-{task}-{batch}"] = beside_vllm(BESIDE_VLLM, task, batch)
             rows[f"worker-{task}-{batch}"] = beside_vllm(WORKER, task, batch)
+        for batch in (1, 16):
+            rows[f"big-{task}-{batch}"] = beside_vllm(INSIDE["8.4 B"], task, batch)
         for host, folder in CPUS.items():
             rows[f"{host}-{task}"] = beside_llama(f"{folder}/llama-cpp-qwen2.5-coder-1.5b-{task}.json")
         for batch in (1, 8, 32, 128, 512):
@@ -169,12 +173,17 @@ def figures() -> Figures:
             "n": measured["n"], "gamma": measured["gamma"], "worth": measured["exact_over_plain"],
             "slowest": min(certified), "fastest": max(certified), "certified": len(certified),
         }  # fmt: skip
-    tuned = read(STRONG_TUNED)
-    loose = next(run for run in tuned["candidates"] if "too few" in run["why"])
+    tested = {run["rule"].split("=")[1].split(",")[0]: run for run in read(STRONG_TUNED)["candidates"]}
+    tuned, loose = tested["0.1"], tested["0.2"]
     rows["strong"] = {
-        "n": tuned["n"], "lost": tuned["lost"], "gained": tuned["gained"], "gain": tuned["speed_ratio"] - 1,
+        "n": tuned["n_used"], "lost": tuned["lost"], "gained": tuned["gained"], "gain": tuned["speed_ratio"] - 1,
+        "low": tuned["speed_ci"][0] - 1, "high": tuned["speed_ci"][1] - 1,
         "loose-n": loose["n_used"], "loose-lost": loose["lost"], "loose-gained": loose["gained"], "needed": loose["needed_prompts"],
     }  # fmt: skip
+    rows["worker-beside"] = worker_off()
+    for task, batch in (("mmlu", 1), ("gsm8k", 1), ("mmlu", 8)):
+        worth = worth_inside(INSIDE_STRONG, task, batch)
+        rows[f"inside-{task}-{batch}"] = {price: worth[f"margin:price={price},guard=on"] for price in ("0.1", "0.2")}
     return rows | others()
 
 
@@ -198,9 +207,10 @@ def others() -> Figures:
             ]
             mean = {key: sum(run[key] for run in runs) / len(runs) for key in ("m_ratio", "delta_score")}
             rows[f"judge-{name}-{threshold}"] = {"gain": mean["m_ratio"] - 1, "points": 100 * mean["delta_score"]}
-    for run in read(OVER_HTTP)["servers"]["ours"]["rows"]:
-        columns = {"rate": run["tokens_per_second"], "p50": run["first_token"]["p50_ms"]}
-        rows[f"http-{run['task']}-{run['clients']}"] = columns
+    for server in ("ours", "vllm"):
+        for run in read(OVER_HTTP)["servers"][server]["rows"]:
+            columns = {server: run["tokens_per_second"], f"p50-{server}": run["first_token"]["p50_ms"]}
+            rows.setdefault(f"http-{run['task']}-{run['clients']}", {}).update(columns)
     for name, file in LOADS.items():
         run = read(file)["levels"][-1]  # the most clients
         rows[f"load-{name}"] = {"clients": run["clients"], "n": run["compared"], "equal": run["equal"]}
@@ -355,10 +365,10 @@ def relaxing() -> str:
         worth = [f"{rule['over_same_gamma']:.2f}", f"{rule['tokens_per_second'] / top['tokens_per_second']:.2f}"]
         rows.append([f"{task_title(task)}, {load}", *_speeds(plain, top), name, *worth])
     tuned = read(STRONG_TUNED)
-    run = next(run for run in tuned["candidates"] if run["rule"] == tuned["rule"])
+    run = best(run for run in tuned["candidates"] if run["tokens_per_second"])
     name = f"`{run['rule'].split(',')[0]}` {number(run['tokens_per_second'])} (γ = {run['gamma']})"
     speeds = [number(tuned["exact"]["plain_tokens_per_second"]), f"{number(tuned['exact']['tokens_per_second'])} (γ = {tuned['exact_gamma']})"]  # fmt: skip
-    rows.append(["MMLU, 1, loss certified", *speeds, name, "the same", f"{tuned['speed_ratio']:.2f}"])
+    rows.append(["MMLU, 1, loss certified", *speeds, name, "the same", f"{run['speed_ratio']:.2f}"])
     head = ["task, at a time", "plain", "`exact`", "fastest rule", "over `exact`, same γ", "over `exact`, its best γ"]
     return markdown_table(head, rows)
 
@@ -397,20 +407,66 @@ OVER_HTTP = "results/load/h200-http.json"
 def over_http() -> str:
     known, clients = figures(), dict.fromkeys(run["clients"] for run in read(OVER_HTTP)["servers"]["ours"]["rows"])
     rows = [
-        [f"{task_title(task)}, {title}", *(number(known[f"http-{task}-{n}"][key]) for n in clients)]
-        for key, title in (("rate", "tokens/s"), ("p50", "first token, ms"))
+        [
+            f"{task_title(task)}, {title}",
+            *(
+                " / ".join(number(known[f"http-{task}-{n}"][kind + server]) for server in ("ours", "vllm"))
+                for n in clients
+            ),
+        ]
+        for kind, title in (("", "tokens/s"), ("p50-", "first token, ms"))
         for task in ("gsm8k", "dolly")
     ]
-    return markdown_table(["clients", *map(str, clients)], rows)
+    return markdown_table(["clients (ours / vLLM)", *map(str, clients)], rows)
+
+
+INSIDE = {"1.5 B": WORKER, "8.4 B": "results/vllm/h200-8b-head.json"}
+INSIDE_STRONG = "results/vllm/h200-8b-strong-draft.json"
+INSIDE_RULES = ("margin:price=0.2,guard=on", "margin:1,guard=on", "judged:price=0.04")
+
+
+def worker_off() -> dict[str, float]:
+    """Our worker in vLLM with requests that say off, beside vLLM without it: equal answers and speeds."""
+    modes, ratios, equal, total = read(WORKER)["modes"], [], 0, 0
+    for task, batch in dict.fromkeys((run["task"], run["batch"]) for run in modes["head"]["runs"]):
+        own, off = ([run for run in modes[mode]["runs"] if _of(run, setting, task, batch)] for mode, setting in (("head", "head"), ("recipe", "off")))  # fmt: skip
+        ratios.append(median(r["tokens_per_second"] for r in off) / median(r["tokens_per_second"] for r in own))
+        equal += sum(map(str.__eq__, own[0]["answers"], off[0]["answers"]))
+        total += len(own[0]["answers"])
+    shares = [run["worker_share"] for run in modes["recipe"]["runs"] if run["setting"] != "off"]
+    off_share = max(run["worker_share"] for run in modes["recipe"]["runs"] if run["setting"] == "off")
+    mean = math.prod(ratios) ** (1 / len(ratios))
+    return {"equal": equal, "n": total, "mean": mean, "mlow": min(ratios), "mhigh": max(ratios), "least": min(shares), "worst": max(shares), "off": off_share}  # fmt: skip
+
+
+def worth_inside(file: str, task: str, batch: int) -> dict[str, float]:
+    """What our worker makes in vLLM: tokens/s of requests that say off, and rules over it; medians of the repeats."""
+    runs = [run for run in read(file)["modes"]["recipe"]["runs"] if (run["task"], run["batch"]) == (task, batch)]
+    names = dict.fromkeys(run["setting"] for run in runs)
+    speeds = {name: median(run["tokens_per_second"] for run in runs if run["setting"] == name) for name in names}
+    return {name: speed if name == "off" else speed / speeds["off"] for name, speed in speeds.items()}
+
+
+def inside_head() -> str:
+    rows = []
+    for name, file in INSIDE.items():
+        for task, batch in (("gsm8k", 1), ("dolly", 1), ("gsm8k", 64), ("dolly", 64)):
+            worth = worth_inside(file, task, batch)
+            ratios = [f"{worth[rule]:.2f}" if rule in worth else "–" for rule in INSIDE_RULES]
+            rows.append([f"{name}, {task_title(task)}, {batch}", number(worth["off"]), *ratios])
+    return markdown_table(
+        ["target, task, at a time", "off", *(f"`{rule.split(',')[0]}`" for rule in INSIDE_RULES)], rows
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "engines": engines, "beside vllm": beside_vllm_table, "beside llama": beside_llama_table,
     "speed by task": speed_by_task, "speed by rows": speed_by_rows, "drafts": drafts, "relaxed": relaxed,
     "relaxing": relaxing, "regime": regime, "over http": over_http,
+    "inside head": inside_head,
 }  # fmt: skip
 FORMATS: dict[str, Callable[[float], str]] = {
-    "same": share, "top1": share, "gain": change, "points": points, "score": lambda x: f"{100 * x:.1f}", "gamma": lambda x: f"{x:.1f}".removesuffix(".0"),
+    "same": share, "top1": share, "gain": change, "low": change, "high": change, "least": share, "worst": share, "off": share, "0.1": "{:.2f}".format, "0.2": "{:.2f}".format, "points": points, "score": lambda x: f"{100 * x:.1f}", "gamma": lambda x: f"{x:.1f}".removesuffix(".0"),
     "size": size, "longer": lambda x: f"{x:+.0f} %",
 }  # fmt: skip
 

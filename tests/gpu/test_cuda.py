@@ -291,7 +291,7 @@ def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
     draft = tiny_model(seed=2, hidden_size=64, hidden_act="relu").to(CUDA)
     with pytest.warns(UserWarning, match="using the reference engine: its activation is 'relu'"):  # said once a process
         assert PairEngines(Pair("p", Target(target), Draft(draft), None)).kind == "reference"  # type: ignore[arg-type]
-    with pytest.raises(SelfJudgeError, match="reference engine for both"):
+    with pytest.raises(SelfJudgeError, match="use reference for both"):
         BatchEngines(make_engine(target), make_draft(draft, target, kind="reference"))
 
 
