@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -237,6 +237,21 @@ def test_regret_on_recorded_prompts(machine: str, pair: str, rows: int, static: 
         fixed = {gamma: replay.fixed(many, rows, gamma) for gamma in range(DEPTH + 1)}
         assert made / spent > 0.97 * max(fixed.values()), task
         assert made / spent > 0.97 * fixed[0], task
+
+
+def test_first_answers_lose_little_where_drafts_do_not_pay() -> None:
+    """Each is the first of a process: there are no earlier ones that say what drafts are worth."""
+    replay = Replay("x86-smollm2", noise=0.0)
+    plain = 1 / sum(replay.seconds(1, 0))
+    for task, answers in recordings("smollm2").items():
+        speeds = []
+        for answer in [replace(answer, run=answer.run[:96], q=answer.q[:96]) for answer in answers]:
+            statistics = PairStatistics()
+            for drafts, seconds in costs("x86-smollm2")[1].items():
+                statistics.costs.add(1, drafts, seconds)
+            controller = GammaController(statistics, Exact(), steady=True)
+            speeds.append(replay.auto(controller, [answer], 1, static=False) / plain)
+        assert np.mean(speeds) > 0.95, task
 
 
 @pytest.mark.parametrize(

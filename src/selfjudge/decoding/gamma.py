@@ -1,5 +1,4 @@
 """γ = auto: chosen by what cycles cost on this machine (`costs.py`) and by how many drafts are accepted.
-
 Where answers do not depend on γ, a `GammaController` chooses the maximum number of drafts before each cycle (0: plain
 decoding). On engines that run from Python it may also stop drafting within a cycle. Choices depend on costs, on earlier
 cycles and on the draft's own probabilities, never on what the target says of this block: lossless rules stay lossless.
@@ -262,7 +261,7 @@ class GammaController(GammaPolicy):
                 self.blocks = min(1.0, RECORD_TOKENS / max(record.blocks[2], 1e-9)) * record.blocks
             self._record, self._tokens, self._seconds = record, 0.0, 0.0
             if np.isnan(record.credit):
-                record.credit = MAX_CREDIT_CYCLES * self.statistics.costs.seconds(rows, self.max_gamma)[0]
+                record.credit = PROBE_CYCLES * self.statistics.costs.seconds(rows, self.max_gamma)[0]
         self._rows, self._credit_needed = rows, 0.0
 
     def _estimate(self, live: LiveRows | None = None) -> None:
