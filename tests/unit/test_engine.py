@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any
 
 import pytest
@@ -203,3 +205,44 @@ def test_fused_matrices_replace_the_originals(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), other.parameters(), strict=True))
+
+
+def test_passes_in_two_threads_do_not_see_each_others_states() -> None:
+    """Engines of one model share its module, and with it the hooks that take its states."""
+    model = tiny_model("llama")
+    one, other = (make_engine(model, hidden=True, features=(0, 1), kind="reference") for _ in range(2))
+    alone = make_engine(model, hidden=True, features=(0, 1), kind="reference").extend(torch.tensor([[5, 6, 7]]))
+    thread = threading.Thread(target=lambda: other.extend(torch.tensor([[8, 9, 10]])))
+
+    def in_the_middle(*_: object) -> None:
+        if thread.ident is None:
+            thread.start()
+            thread.join(0.3)  # it has to wait for this pass
+
+    hook = model.model.layers[1].register_forward_hook(in_the_middle)
+    output = one.extend(torch.tensor([[5, 6, 7]]))
+    hook.remove()
+    thread.join()
+    assert torch.equal(output.logits, alone.logits)
+    assert output.hidden is not None
+    assert torch.equal(output.hidden, alone.hidden)
+    assert torch.equal(output.features, alone.features)
+
+
+def test_what_is_kept_is_made_once_for_all_threads() -> None:
+    """Making it may free what it is made of."""
+    model, made, both = Target(tiny_model("llama")), [], threading.Barrier(2)
+
+    def make() -> object:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # for the other thread, which must not come
+        made.append(object())
+        return made[-1]
+
+    kept: list[object] = []
+    threads = [threading.Thread(target=lambda: kept.append(model.keep("weights", make))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kept == made * 2

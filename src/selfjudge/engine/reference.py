@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ PREFILL_CHUNK = 512  # bounds mask and activation memory: nothing grows with the
 HOLE_SHARE = 0.25  # compact when the cache is longer than its longest row by this share and HOLE_SLACK slots
 HOLE_SLACK = 32
 _REWINDABLE = {"full_attention", "sliding_attention"}
+_PASS = threading.Lock()  # the hooks of a pass would see those of other threads
 
 
 class SlotLayer(DynamicLayer):
@@ -220,7 +222,7 @@ class ReferenceEngine(SlotCache):
     def _pass(self, tokens: Tensor, positions: Tensor, keep: int) -> Output:
         arguments: dict[str, Any] = {"logits_to_keep": max(keep, 1)} if self._keeps_logits else {}  # 0: all
         captured: list[Tensor] = []
-        with contextlib.ExitStack() as stack:
+        with _PASS, contextlib.ExitStack() as stack:
             if self._want_hidden:
                 head = self.model.get_output_embeddings()
                 hook = head.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))

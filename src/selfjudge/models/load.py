@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 MOST_LAYERS = 1 << 12
 
 _T = TypeVar("_T")
+_KEEPING = threading.RLock()  # batches in several threads share what is kept, and packing may free its source
 
 
 @dataclass(eq=False)
@@ -70,9 +72,10 @@ class LoadedModel:
 
     def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What is kept under this key, made where it is not there yet."""
-        if key not in self.kept:
-            self.kept[key] = make()
-        value: _T = self.kept[key]
+        with _KEEPING:
+            if key not in self.kept:
+                self.kept[key] = make()
+            value: _T = self.kept[key]
         return value
 
     def release(self) -> None:
