@@ -20,6 +20,7 @@ from selfjudge.decoding.grammar import Grammar, compile_grammar, grammar_text, j
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import Exact, Margin, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
+from selfjudge.decoding.text import Batch
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
@@ -100,6 +101,24 @@ def test_drafts_follow_the_grammar(speller: Pair, grammar: Grammar, kind: str, s
         steps = list(decode(engines, [request], rule, gamma=gamma, eos_ids=[END]))
         length = sum(len(emission.tokens) for step in steps for emission in step.emissions)
         assert steps[-1].cycle == math.ceil((length - 1) / (gamma + 1))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("extra", [40, -2])
+def test_a_draft_may_have_another_vocabulary(
+    speller: Pair, grammar: Grammar, expected: list[list[int]], extra: int, sampled: bool
+) -> None:
+    draft = tiny_model(seed=2, vocab_size=VOCAB + extra)
+    engines = BatchEngines(make_engine(speller.target), make_draft(draft, speller.target))
+    request = Request(speller.encode(PROMPTS[1], raw=True), 100, edits=(grammar.begin(),))
+    rule = SpeculativeSampling(Sampling(0.01)) if sampled else Exact()
+    steps = decode(engines, [request], rule, gamma=3, eos_ids=[END])
+    assert [t for step in steps for emission in step.emissions for t in emission.tokens] == expected[1]
+
+
+def test_a_grammar_ends_its_answer(speller: Pair, grammar: Grammar) -> None:
+    with pytest.raises(SelfJudgeError, match="`ignore_eos` does not go with a grammar"):
+        Batch(speller, gamma=3).add([5, 6], edits=(grammar.begin(),), ignore_eos=True)
 
 
 def test_a_draft_sees_the_tokens_that_are_allowed(speller: Pair, grammar: Grammar) -> None:

@@ -70,6 +70,38 @@ def test_answers_of_a_batch_end_at_token_ids_of_their_own_or_ignore_the_end_toke
     assert answer([5, 6], ignore_eos=True, stop_ids=[whole.tokens[last]]).tokens == stopped.tokens
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *((each, "is a list of token ids") for each in ("text", ["5"], [None], [[5, 6]], 5, None, {"input_ids": [5]})),
+        *((torch.tensor([5.0]), "is a list of token ids"), ([5, 1.5], "is a list of token ids")),
+        *((each, "between 0 and 256") for each in ([-1, 5], [257], [1 << 70])),
+    ],
+)
+@pytest.mark.parametrize("name", ["prompt", "stop_ids"])
+def test_what_are_no_token_ids_is_refused_and_others_go_on(
+    byte_pair: Pair, wrong: Any, message: str, name: str
+) -> None:
+    batch = Batch(byte_pair, gamma=2, length=80)
+    answer = batch.add([5, 6, 7], max_new_tokens=8, ignore_eos=True)
+    with pytest.raises(SelfJudgeError, match=f"`{name}`.* {message}"):
+        batch.add(**{"prompt": [8], name: wrong})
+    given = [9, 4]
+    other = batch.add(given, max_new_tokens=8, ignore_eos=True)
+    given.append(1 << 70)  # the batch has a copy
+    third = batch.add(torch.tensor([9, 4]), max_new_tokens=8, ignore_eos=True)  # type: ignore[arg-type]
+    while len(batch):
+        batch.step()
+    assert answer.tokens == greedy(byte_pair.target, [5, 6, 7], 8)
+    assert other.tokens == third.tokens == greedy(byte_pair.target, [9, 4], 8)
+
+
+@pytest.mark.parametrize("limits", [{"rows": 0}, {"rows": "8"}, {"rows": 2.5}, {"length": 0}, {"length": "80"}])
+def test_a_batch_has_whole_numbers_of_rows_and_tokens(byte_pair: Pair, limits: dict[str, Any]) -> None:
+    with pytest.raises(SelfJudgeError, match="`rows` and `length` are whole numbers from 1 on"):
+        Batch(byte_pair, **limits)
+
+
 def test_a_batch_goes_on_after_a_pass_that_failed(byte_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers are lost, those that waited as well; the next ones are what they should be, also without `close`."""
     batch = Batch(byte_pair, gamma=2, rows=2, length=80)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import NamedTuple
@@ -194,6 +195,17 @@ def check_requests(
         raise SelfJudgeError("there is no prompt to decode")
     rule.check(int(gamma))
     return [limit_request(request, engines.window) for request in requests]
+
+
+def read_ids(name: str, tokens: Iterable[int], vocabulary: int) -> list[int]:
+    """A copy of token ids; whatever else it is, an engine would take it for some."""
+    try:
+        ids = list(map(operator.index, tokens))
+    except TypeError:
+        raise SelfJudgeError(f"`{name}` is a list of token ids, which are whole numbers") from None
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise SelfJudgeError(f"`{name}`: token ids lie between 0 and {vocabulary - 1}")
+    return ids
 
 
 def check_gamma(gamma: Gamma) -> None:

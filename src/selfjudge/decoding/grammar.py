@@ -30,7 +30,6 @@ WHITESPACE = r" |\n[ \t]{0,24}"
 """Between the tokens of JSON: without a limit small models write nothing else. Before 1.8 llguidance knew no limit."""
 LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 20_000, "max_grammar_size": 100_000}
 """What llguidance may spend: about a second for a grammar, 10 ms for a mask, and 40 MB for the states of an answer."""
-
 MOST_MULTIPLE = 20_000  # states that `multipleOf` may have, which are listed while a grammar is compiled: 0.2 s
 MOST_ROUNDS = 10  # of looking for an end in a schema: each takes what the one before has found
 
@@ -188,8 +187,8 @@ class Grammar(LogitsEdit):
     def draft(self, logits: Tensor, drafts: Sequence[int], ids: Tensor | None) -> None:
         """Mask what the grammar refuses after these drafts."""
         if (mask := self._mask((*drafts,))) is not None:
-            added = _unpack([mask], logits)[0]
-            logits += added[: len(logits)] if ids is None else added[ids]
+            added = _unpack([mask], logits)[0] if ids is None else _unpack([mask], logits)[0, ids]
+            logits[: len(added)] += added[: len(logits)]  # either vocabulary may be padded
 
     def _mask(self, drafts: tuple[int, ...]) -> bytes | None:
         """The bits of what may follow these drafts; None where one of them is refused or ends the answer."""

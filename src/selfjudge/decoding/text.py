@@ -12,7 +12,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast, overload
 
-from selfjudge.decoding.admission import AdmissionQueue, Request, check_gamma, limit_request
+from selfjudge.decoding.admission import AdmissionQueue, Request, check_gamma, limit_request, read_ids
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
 from selfjudge.decoding.cycle import CAPTURED_CYCLES
@@ -182,9 +182,12 @@ class Batch:
         """At most `rows` answers are decoded at a time, others wait; `length` limits prompt and answer together.
         `prefix_cache` is the pair's memory for prefixes: a size such as 1GB, a share of what is available, `0` for
         none; by default a tenth."""
+        if not all(isinstance(number, Integral) and number >= 1 for number in (rows, length)):
+            raise SelfJudgeError(f"`rows` and `length` are whole numbers from 1 on, not {rows!r} and {length!r}")
         self._decoding = Decoding(pair, rule, shared=shared, **options)
         self._decoding.engines.prefixes = open_store(pair.target_model, prefix_cache)
         self._queue = AdmissionQueue(rows, length)
+        self._ids = max(len(pair.tokenizer), pair.target.get_output_embeddings().weight.shape[0])  # the number of ids
         self._answers: dict[int, Answer] = {}  # by row number, as the loop counts them
         self._dropped: set[int] = set()
         self._next = 0
@@ -213,6 +216,7 @@ class Batch:
         """Answer a prompt of token ids from the next step on; `stop_ids` end it like the end token.
         `edits` are for it alone, and with shared rules so are `rule`, `gamma` and `trace`. Answers of the same `salt`
         share prefixes. With `by_step` a step has one piece of text, not one for each token."""
+        prompt, stop_ids = (read_ids(*ids, self._ids) for ids in (("prompt", prompt), ("stop_ids", stop_ids)))
         streamed = streamed or bool(stop or stop_ids)
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids, by_step)
         request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos, edits=edits, salt=salt)
@@ -347,6 +351,8 @@ class Decoding:
         """The request, and whether its answer is structured where the rule wants to know."""
         rule = request.rule or self.rule
         constrained, guards = any(isinstance(edit, Grammar) for edit in request.edits), rule.guards
+        if constrained and request.ignore_eos:
+            raise SelfJudgeError("`ignore_eos` does not go with a grammar, which ends the answer")
         if guards is None or guards.structure is None:
             if constrained and not rule.lossless:
                 raise SelfJudgeError("relaxed rules verify what a grammar constrains exactly: leave `strict_code` on")
