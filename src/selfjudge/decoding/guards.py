@@ -1,5 +1,4 @@
 """Guards of relaxed rules: where alignment alone decides.
-
 The first tokens of an answer are verified exactly (`strict_start`): refusals are decided there. So are code, JSON,
 tables and tool calls (`strict_code`): in whole answers whose prompt asks for them, elsewhere by the text so far. A
 state machine over characters gives a table of what each token does to each state. So a block is followed on the device,

@@ -1,5 +1,4 @@
 """The loop: batched speculative decoding over any engines and any acceptance rule, one `Step` per target pass.
-
 In a cycle the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many are accepted, both caches
 are rewound, and each row gets its accepted drafts plus one token of the target. γ = 0 is plain decoding.
 Between steps rows leave that have finished or were cancelled. With an `AdmissionQueue`, new rows enter once their
@@ -46,18 +45,13 @@ def decode(
     queue: AdmissionQueue | None = None,
     cancelled: set[int] | None = None,
 ) -> Iterator[Step]:
-    """Decode all requests together; rows that finish leave the batch. With `trace`, emissions say what the target
-    wanted at judged tokens.
-
-    With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle. Under relaxed rules and sampling, whose answers
-    depend on γ, it chooses once for every row, when the row enters, and emissions say what.
-
+    """Decode all requests together; rows that finish leave. With `trace`, emissions say what the target wanted at
+    judged tokens. With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle. Under relaxed rules and sampling,
+    whose answers depend on γ, it chooses once for every row, when the row enters, and emissions say what.
     The caller may add rows to `cancelled` between steps: they leave before the next step and are removed from the set.
-    It may also put requests in the `queue`: they enter while there is room, numbered after the first requests. With a
-    queue, prompts are read in chunks, one before each cycle of the live rows. A chunk is a step of cycle 0 without
-    emissions. The one that ends a prompt has the row's first token and the seconds of all its chunks. The loop ends
-    once no row is left and none waits.
-
+    It may also put requests in the `queue`: they enter while there is room, numbered after the first requests. Prompts
+    are then read in chunks, one before each cycle of the live rows: a step of cycle 0 without emissions. The last chunk
+    has the row's first token and the seconds of all. The loop ends once no row is left and none waits.
     When sampling, a row's random numbers depend on its own seed alone. Under `RowRules` every request has its own rule
     and γ, by default `exact` and `auto`, and `gamma` is the most that one may have. Its answer is what it would be
     alone with this γ, where the engine computes a row alike in every batch. Cycles cost what rows need."""

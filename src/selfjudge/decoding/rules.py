@@ -1,5 +1,4 @@
 """Acceptance rules: Block → Verdict, pure tensor functions, batched on the first axis.
-
 A rule says which drafts it accepts. `AcceptanceRule.__call__` does the rest: the walk to the first rejected draft, the
 token after it and the guard. A new rule is one class here and its entry in `rule_parser.RULES`; rules for comparison
 are in `rules_baselines.py`.
@@ -378,7 +377,6 @@ class Layered(AcceptanceRule):
 @dataclass(frozen=True, eq=False)
 class Judged(Layered):
     """The base rule accepts, OR judge(h at d_i) > θ. With θ = 1 or no score it is the base rule, bit for bit.
-
     On top of `sampling` this is no longer lossless: the base draws its random numbers all the same, and the residual is
     sampled only where both reject. With `confirm` W, the judge accepts a draft only if the base rule accepts the next W
     drafts of the block: fewer substitutions, each of which wins more tokens.

@@ -103,7 +103,6 @@ class RandomNumbers:
     """Random numbers of each row, independent of its neighbours; drawn for many cycles at a time."""
 
     AHEAD = 32  # cycles
-
     PER_CYCLE = 2 * MAX_GAMMA + 1
 
     def __init__(self, device: torch.device) -> None:

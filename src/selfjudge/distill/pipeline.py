@@ -1,5 +1,4 @@
 """A draft for a target that has none: prompts → answers → a student or a head → files that can be shipped.
-
 OUT/
     settings.json             what the run was begun with
     work/prompts.jsonl  answers-*.safetensors  train.safetensors           (may be deleted when all is done)

@@ -1,5 +1,4 @@
 """Evaluation: tasks × rules × γ → what is gained and what is paid, example by example, against `exact`.
-
 <out>/settings.json, run.json           what all runs in the folder share; who made it
 <out>/<task>/task.json                  which examples
 <out>/<task>/<rule>-g<γ>/

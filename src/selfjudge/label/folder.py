@@ -1,5 +1,4 @@
 """Label folders: numbered shards, each written whole and sealed with checksums; the manifest comes last.
-
 labels-00000.jsonl          one row a label
 hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted,
                             highest [, hidden_before]

@@ -1,5 +1,4 @@
 """Three methods of labelling. Each labels places where the draft, reading the target's response, differs from it.
-
 Preservation (AutoJudge, and AutoJudge+ for prompts without a right answer) searches a response from left to right. It
 puts the draft's token at the first mismatch, lets the target finish, and compares answers. If the answer is kept, the
 new response becomes the current one. Otherwise the token is critical. Searches of many prompts share a batch.

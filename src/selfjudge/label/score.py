@@ -1,5 +1,4 @@
 """The target's own likelihoods of a draft token put in the place of the target's token.
-
     s(y, z_i) = log P(z_i | y_<i) − log P(y_i | y_<i)  +  log P(y_{i+1..i+N} | y_<i, z_i) − log P(y_{i+1..i+N} | y_≤i)
 
 One pass over prompt and response scores the response itself and fills a cache. Each substitution is a branch off it:

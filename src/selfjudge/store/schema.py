@@ -1,5 +1,4 @@
 """Schemas of JSON values, declared as types and checked in one place: files may come from anywhere.
-
 A schema is a TypedDict or a dataclass; keys that it does not declare are let through. Fields are `Any`, `None`,
 `bool`, `int`, `float` (finite), `str`, `Literal`, lists, tuples, dictionaries, unions and other schemas, narrowed with
 `Annotated[…, Range | Pattern]`; `Annotated[str, Literal[…]]` is a choice whose type is `str` elsewhere.

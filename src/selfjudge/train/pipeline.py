@@ -1,5 +1,4 @@
 """Training: label folders → a judge with thresholds, a card and a figure.
-
 Prompts are split into fit (70 %: weights and scaler), select (15 %: C) and holdout (15 %: θ and all reported figures).
 The weights are a logistic regression on standardised columns, fitted by Newton's method over streamed rows. The scaler
 is folded into them: a judge reads plain columns."""
