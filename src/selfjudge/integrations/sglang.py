@@ -1,5 +1,4 @@
 """A pair and a rule as a command of SGLang, and a head as it loads it. Written by its source, never run.
-
 SGLang decodes losslessly, or accepts a draft d where p(d) ≥ `threshold_single` or u ≤ p(d)/`threshold_acc`, which is
 rule `sglang` without our guards. It reads neither threshold for greedy requests, and has no other rule."""
 
