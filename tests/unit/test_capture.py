@@ -13,7 +13,7 @@ from selfjudge.decoding import capture
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.cycle import CycleSize, find_cycle, is_captured
 from selfjudge.decoding.gamma import STATIC_CHOICES, PairStatistics
-from selfjudge.decoding.loop import decode
+from selfjudge.decoding.loop import decode, find_statistics
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch
@@ -155,6 +155,27 @@ def test_a_batch_finds_what_was_captured_before_it(captures: list[int], gamma: G
     assert answer(batch) == alone
     assert answer(Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="cuda")) == alone
     assert len(captures) == 3 * gammas
+
+
+@pytest.mark.parametrize("fixed", [None, 5])
+def test_auto_captures_no_gamma_that_does_not_run(captures: list[int], fixed: int | None) -> None:
+    """A machine whose table is known, and on which drafts cost nothing: no γ loses what a capture takes."""
+    engines = make_engines()
+    costs = find_statistics(engines).costs
+    for rows in (1, 2, 4, 8):
+        for gamma in range(9):
+            costs.add(rows, gamma, (0.0, 1e-9))
+    requests = requests_of(prompts_of([9, 4, 20, 3, 5, 6, 2, 8]), [9, 30, 25, 6, 12, 7, 40, 8])
+    for gamma in ("auto",) if fixed is None else (fixed, "auto"):
+        drafted = [step.drafted for step in decode(engines, requests, EXACT, gamma=gamma) if step.cycle]
+    assert captures == [8, 4, 2, 1]
+    assert 0 not in drafted
+    assert fixed is None or set(drafted) == {fixed}
+    for _ in decode(engines, requests[1:] + requests[:1], EXACT):  # what is learned makes others likely
+        pass
+    assert len(captures) == 4
+    list(decode(engines, requests, EXACT, gamma=7))
+    assert captures[4:] == [8, 4, 2, 1]  # a γ that is asked for
 
 
 def test_engines_that_capture_nothing_are_done_at_once(captures: list[int], pair: Pair) -> None:

@@ -104,7 +104,7 @@ class _Timid(GammaController):
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that chooses by its own will needs no costs."""
     monkeypatch.setattr(loop, "measure_costs", lambda engines, rows: None)
-    monkeypatch.setattr(loop.BatchGamma, "capture_choices", lambda self, rows, controller: None)
+    monkeypatch.setattr(loop.BatchGamma, "time_choices", lambda self, rows, costs: None)
 
 
 @pytest.mark.usefixtures("unmeasured")

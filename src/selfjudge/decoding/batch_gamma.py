@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.admission import BatchRows, Request
 from selfjudge.decoding.capture import capture_cycles, time_cycle
-from selfjudge.decoding.costs import say_measuring
+from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import CycleSize, is_captured
 from selfjudge.decoding.gamma import GammaController, PairStatistics, RequestGamma
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
@@ -93,37 +92,31 @@ class BatchGamma:
         entered = [i for i in np.flatnonzero(live & (rows.gamma < 0)).tolist()
                    if self.rule_of(rows.requests[i]).depends_on_gamma]  # fmt: skip
         policies = {i: self._find_policy(self.rule_of(rows.requests[i])) for i in entered}
-        if self.engines.target.static:
-            leave_open = not entered and not (rows.gamma[live] >= 0).any()
-            self.capture_choices(len(rows), (leave_open and self.controller) or self._find_policy(self.lossless))
+        if self.engines.target.static and self.statistics is not None:
+            self.time_choices(len(rows), self.statistics.costs)
         most = int(rows.gamma[live].max(initial=0))
         chosen = {policy: policy.choose(len(rows), most) for policy in dict.fromkeys(policies.values())}
         for i, policy in policies.items():
             rows.gamma[i] = min(self.most, chosen[policy])
 
-    def capture_choices(self, rows: int, controller: GammaController | RequestGamma) -> None:
-        """Before the first cycle of so many rows, capture each γ that they may soon use; time what the table lacks."""
-        statistics = controller.statistics
-        costs, usual = statistics.costs, rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
-        known = (rows in costs.cycles or not usual) and costs.covers(rows)
-        start, captured = time.perf_counter(), len(self.engines.target.captured_cycles)
+    def time_choices(self, rows: int, costs: CostTable) -> None:
+        """Before the first cycle of so many rows, capture and time every γ where the table lacks them.
+        Where it knows them, a γ is captured when it first runs: what may never run is not worth its capture."""
+        usual = rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
+        if (rows in costs.cycles or not usual) and costs.covers(rows):
+            return
+        say_measuring()
+        gammas = [0, *self._find_policy(self.lossless).choices]
         try:
-            if not known:
-                say_measuring()
-                gammas = [0, *controller.choices]
-                cycles = capture_cycles(self.engines, self.lossless, rows, map(CycleSize, gammas), trace=self.trace)
-                seconds = [time_cycle(cycle) for cycle in cycles]
-                costs.begin(rows)
-                for gamma, spent in zip(gammas, seconds, strict=True):
-                    costs.add(rows, gamma, spent)
-                costs.save(rows)
-            sizes = map(CycleSize, controller.candidates(rows))
-            capture_cycles(self.engines, self.lossless, rows, sizes, trace=self.trace)
+            cycles = capture_cycles(self.engines, self.lossless, rows, map(CycleSize, gammas), trace=self.trace)
+            seconds = [time_cycle(cycle) for cycle in cycles]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            return  # γ is chosen by estimates, and captured one at a time
-        if known and (new := len(self.engines.target.captured_cycles) - captured) > 0:
-            statistics.capture_seconds = (time.perf_counter() - start) / new
+            return  # γ is chosen by estimates
+        costs.begin(rows)
+        for gamma, spent in zip(gammas, seconds, strict=True):
+            costs.add(rows, gamma, spent)
+        costs.save(rows)
 
     def observe(
         self,

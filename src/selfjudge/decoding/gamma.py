@@ -29,7 +29,6 @@ PROBE_CYCLES = 4  # cycles of a probe: drafting although plain decoding seems fa
 MAX_CREDIT_CYCLES = 3 * PROBE_CYCLES  # maximum credit for probes, in plain cycles
 SLOWEST = 4.0  # power of the mean over rows: with a large one only the row counts that takes longest
 RECORD_TOKENS = 20.0  # weight of earlier batches when a batch begins, in tokens of a row
-CANDIDATE = 0.95  # a γ of at least this share of the best expected speed is captured before it is needed
 
 
 @dataclass
@@ -109,10 +108,6 @@ class RequestGamma(GammaPolicy):
             record.entry_gamma = best
         return record.entry_gamma
 
-    def candidates(self, rows: int) -> list[int]:
-        """Nothing is captured for a choice that may never be made."""
-        return []
-
     def observe(self, accepted: NDArray[np.int64], gammas: NDArray[np.int64], blocks: RowBlocks) -> None:
         """Count a cycle in which row b accepted accepted[b] of gammas[b] drafts; rows without drafts say nothing."""
         drafted = gammas > 0
@@ -181,14 +176,6 @@ class GammaController(GammaPolicy):
         self.acceptance.fade(0.25)  # old counts led to plain decoding: let the probe weigh more
         self._tokens, self._seconds = 0.25 * self._tokens, 0.25 * self._seconds
         return self._choose_drafts()
-
-    def candidates(self, rows: int) -> list[int]:
-        """Every γ that may soon be the best for so many rows, the likeliest first."""
-        self._select_record(rows)
-        self._estimate()
-        speeds = {0: 1 / self._table[0], **{gamma: self._expected_speed(gamma) for gamma in self.choices}}
-        likely = [gamma for gamma in speeds if speeds[gamma] >= CANDIDATE * max(speeds.values())]
-        return sorted(likely, key=lambda gamma: -speeds[gamma])
 
     def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
         """Whether to draft on after a draft of probability q [B]. q is expensive: computed only where it may matter."""
