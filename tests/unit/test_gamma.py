@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from replay import DEPTH, Replay, costs, recordings
 from selfjudge.decoding.acceptance import Acceptance, Calibration, RowBlocks
@@ -279,6 +280,27 @@ def test_regret_of_batches_that_shrink(machine: str, rows: int) -> None:
         over.append(1 / np.mean(1 / np.array(own)) / max(fixed))
         assert over[-1] > 0.97, (task, over[-1])
     assert np.mean(over) > 0.99
+
+
+def test_a_static_engine_counts_only_what_it_chooses_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host counts every row of every cycle while the device waits for the next one."""
+    estimated: list[tuple[int, ...]] = []
+    counted: list[int] = []
+    tokens, observe = RowBlocks.tokens, Acceptance.observe
+
+    def spy(blocks: RowBlocks, all_rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        estimated.append((own := tokens(blocks, all_rows)).shape)
+        return own
+
+    monkeypatch.setattr(RowBlocks, "tokens", spy)
+    monkeypatch.setattr(Acceptance, "observe", lambda *a, **k: counted.append(1) or observe(*a, **k))
+    for static in (True, False):
+        controller, blocks = GammaController(Machine().statistics(8), Exact(), static=static), RowBlocks.new(8)
+        for _ in range(5):
+            gamma = controller.choose(8, 0, LiveRows(blocks, np.full(8, 192)))
+            controller.observe(np.ones(8, np.int64), np.ones(8, bool), gamma, {"target": 1.0}, blocks)
+        assert len(counted) == (0 if static else 2 * 5)  # of this batch, and for the next ones
+    assert estimated == 5 * [(8, 1 + max(STATIC_CHOICES))]
 
 
 def _answers(choice: RequestGamma, share: float, rows: int, cycles: int = 60) -> None:

@@ -117,9 +117,8 @@ class RowBlocks(NamedTuple):
         tokens, sizes = accepted + 1, np.arange(1, MAX_GAMMA + 2)
         after = before + tokens
         known = all_rows + _GUESS
-        alone = -(-tokens[:, None] // sizes)  # rounded up
-        continued = -(-after[:, None] // sizes) + (-before[:, None] // sizes)
-        cycles = alone + known[1] / known[0] * (continued - alone)
+        alone, begun, earlier = (np.ceil(count[:, None] / sizes) for count in (tokens, after, before))
+        cycles = alone + known[1] / known[0] * (begun - earlier - alone)
         follows = before > 0
         new = np.column_stack([follows, follows & (accepted > 0), tokens, cycles])
         self.counts[live] = DECAY * self.counts[live] + new
@@ -127,8 +126,8 @@ class RowBlocks(NamedTuple):
         return new.mean(0)  # type: ignore[no-any-return]
 
     def tokens(self, all_rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[B, 1+MAX_GAMMA] tokens of a row's cycle by γ; `all_rows` are those of any row."""
-        return (self.counts[:, 2:3] + OWN_TOKENS) / (self.counts[:, 3:] + OWN_TOKENS / all_rows)
+        """[B, G] tokens of a row's cycle by γ < G; `all_rows` [G] are those of any row."""
+        return (self.counts[:, 2:3] + OWN_TOKENS) / (self.counts[:, 3 : 3 + len(all_rows)] + OWN_TOKENS / all_rows)
 
 
 def tokens_by_gamma(counts: NDArray[np.float64]) -> NDArray[np.float64]:

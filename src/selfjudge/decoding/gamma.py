@@ -231,6 +231,8 @@ class GammaController(GammaPolicy):
         tokens = 1.0 + float(accepted.mean())
         if self._prefers_plain:
             record.credit -= max(0.0, cost - tokens * plain)
+        if self.static:
+            return  # chosen by the blocks alone
         self.acceptance.observe(accepted, drafts)
         record.acceptance.observe(accepted, drafts, LONG_DECAY)
         self._tokens = SHORT_DECAY * self._tokens + tokens
@@ -258,7 +260,7 @@ class GammaController(GammaPolicy):
         if not self.static:
             self._shares = self.acceptance.shares(self.max_gamma)
             return
-        tokens = tokens_by_gamma(self.blocks)
+        tokens = tokens_by_gamma(self.blocks)[: self.max_gamma + 1]
         if live is not None:
             own = live.blocks.tokens(tokens)
             if self.steady:
