@@ -386,6 +386,15 @@ def test_a_batch_without_memory_gives_its_newest_rows_up(no_graphs: Callable[...
         list(decode(engines(), requests, Exact(), gamma=2))
 
 
+def test_the_newest_row_is_given_up_wherever_it_lies(no_graphs: Callable[..., None]) -> None:
+    """When rows 0 and 2 have left, row 3 lies in the place of row 0, before row 1."""
+    no_graphs(lambda rows: rows == 2)
+    requests = [Request(prompt_of(2, seed), 12 if seed % 2 else 3) for seed in range(4)]
+    steps, _ = run(requests)
+    assert [row for step in steps for row in step.out_of_memory] == [3]
+    assert_answered(steps, requests[:3])
+
+
 @pytest.fixture
 def scheduler(tiny_pair: Pair) -> Iterator[Scheduler]:
     rules = Rules(tiny_pair, None, RuleRequest("exact", gamma=2))

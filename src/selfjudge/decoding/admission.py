@@ -58,6 +58,14 @@ class AdmissionQueue:
         self.waiting.append(request)
 
 
+def settle(kept: Sequence[int]) -> list[int]:
+    """These different places of rows in the order in which most rows stay where they are: a place that falls vacant
+    gets the last row of those that lie behind all `kept` places."""
+    there = set(kept)
+    moved = sorted(place for place in there if place >= len(kept))
+    return [place if place in there else moved.pop() for place in range(len(kept))]
+
+
 @dataclass
 class BatchRows:
     """The state of the rows in a batch."""

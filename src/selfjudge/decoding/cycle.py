@@ -22,6 +22,7 @@ from selfjudge.decoding.rules_by_row import SETTINGS, RowRules
 from selfjudge.decoding.sampling import RowSampling, Sampling, sample
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BatchEngines, Drafter
+from selfjudge.models.device import send
 from selfjudge.ops import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
@@ -215,10 +216,7 @@ class Cycle:
         """Verify only the first limits[b] drafts of each row; `draft_on` may change it if the engine is not static."""
         if self.target.static and not self.size.limited:
             raise ValueError("a captured cycle takes limits only if it is captured with them")
-        values = torch.as_tensor(limits)
-        if self.limits.is_cuda and not values.is_cuda:
-            values = values.pin_memory()  # the copy does not wait for the cycles in flight
-        self.limits.copy_(values, non_blocking=True)
+        self.limits.copy_(send(limits, self.limits.device))
         self.limited = True
 
     def propose(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from selfjudge.models.device import send
 from selfjudge.types import LazyModule
 
 if TYPE_CHECKING:
@@ -189,4 +190,4 @@ class Guards:
         """[B, 2] state of new answers: text, tokens left of the strict start. `structured`: the prompt asks for it."""
         states = (LINE, ALWAYS) if self.structure else (NEVER, NEVER)
         begun = [[states[asked], self.strict_start] for asked in structured]
-        return torch.tensor(begun, dtype=torch.float32, device=device).reshape(-1, 2)
+        return send(begun, device, torch.float32).reshape(-1, 2)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests, count_longest
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests, count_longest, settle
 from selfjudge.decoding.batch_gamma import BatchGamma, CyclePlan
 from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import GUARDS, ROW_STATE, Cycle, CycleSize, Packed, PhaseTimer, find_cycle
@@ -27,6 +27,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules, find_level, list_settings
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BACKLOG, BatchEngines
+from selfjudge.models.device import send
 from selfjudge.store.run_folder import SHORTEST, LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step
 
@@ -235,7 +236,7 @@ class _LiveBatch:
 
     def join(self, alive: list[int]) -> Step:
         """Let a group whose prompts have been read enter after the live rows."""
-        group = self.prefill.pop_ready()
+        group, alive = self.prefill.pop_ready(), settle(alive)
         if len(alive) < len(self.rows):
             self._select(alive)
         total = len(alive) + len(group)
@@ -253,7 +254,7 @@ class _LiveBatch:
         edits = [request.edits for request in group.requests]
         rule = self.rule
         if self.by_row is not None:
-            state[: len(group), -SETTINGS:] = list_settings(rules).to(group.device)
+            state[: len(group), -SETTINGS:] = send(list_settings(rules), group.device)
             rule = self.by_row.at(find_level(rules))
         with group.timer("rule"), torch.no_grad():
             if any(edits):
@@ -273,10 +274,9 @@ class _LiveBatch:
         size = CycleSize(self.gamma)
         if self.cycle is not None:
             size = CycleSize(self.cycle.gamma)
-            first, state = (
-                torch.cat([self.cycle.last[alive, 0], first]),
-                torch.cat([self.cycle.row_state[alive], state]),
-            )
+            kept = send(alive, first.device, torch.long)
+            first = torch.cat([self.cycle.last[kept, 0], first])
+            state = torch.cat([self.cycle.row_state[kept], state])
         self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=first, row_state=state)
         arrived = BatchRows.new(group.numbers, group.requests, self.chooser.fixed)
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
@@ -301,20 +301,23 @@ class _LiveBatch:
     def free_memory(self, alive: list[int]) -> None:
         """Free spare memory for the next cycle; if there is none, give up the newest row, which loses least work."""
         if self.released:
-            self.prefill.given_up.append(newest := int(self.rows.index[alive[-1]]))
-            self.prefill.histories.pop(newest, None)
-            self.rows.finished[alive[-1]] = True
-            if alive[:-1]:
-                self._keep(alive[:-1])
+            newest = max(alive, key=self.rows.index.__getitem__)
+            self.prefill.given_up.append(number := int(self.rows.index[newest]))
+            self.prefill.histories.pop(number, None)
+            self.rows.finished[newest] = True
+            if len(alive) > 1:
+                self._keep([row for row in alive if row != newest])
         self.engines.release_spare(cycles=True)
         self.released = True
 
     def _keep(self, kept: list[int]) -> None:
+        kept = settle(kept)
         self._select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
-        rule, size, last = self.cycle.rule, CycleSize(self.cycle.gamma), self.cycle.last[kept, 0]
-        state = self.cycle.row_state[kept]
+        index = send(kept, self.cycle.last.device, torch.long)
+        rule, size, last = self.cycle.rule, CycleSize(self.cycle.gamma), self.cycle.last[index, 0]
+        state = self.cycle.row_state[index]
         self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=last, row_state=state)
         self.changed = True
 

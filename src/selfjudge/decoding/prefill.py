@@ -13,6 +13,7 @@ from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BACKLOG, BatchEngines
 from selfjudge.engine.prefixes import count_positions
+from selfjudge.models.device import send
 from selfjudge.types import Emission
 
 START_TOKENS = 2048  # tokens of a row in the static caches of a queue, before it asks for more
@@ -79,15 +80,14 @@ class PrefillGroup:
             return
         heads = list(dict.fromkeys(owners))
         row_of = {head: row for row, head in enumerate(heads)}
-        surplus = torch.tensor([len(prompts[owner]) - len(own) for owner, own in zip(owners, prompts, strict=True)])
-        last = torch.tensor([prompt[-1:] for prompt in prompts])
+        surplus = [len(prompts[owner]) - len(own) for owner, own in zip(owners, prompts, strict=True)]
         self.timer.wait()
         with self.timer("target"):
             target.reserve(len(heads), self.longest + 1)
             target.prefill(*_left_padded([prompts[head][:-1] for head in heads], self.device))
             target.select([row_of[owner] for owner in owners])
-            target.rewind(surplus.to(self.device))
-            self.output = target.extend(last.to(self.device))
+            target.rewind(send(surplus, self.device))
+            self.output = target.extend(send([prompt[-1:] for prompt in prompts], self.device))
         self.unread = 0
 
     def read(self, columns: int) -> None:
@@ -115,8 +115,9 @@ class PrefillGroup:
         """[B] how many of these columns a cache lacks, the last ones of each row; None where it has all of them."""
         rows = zip(self.requests, self.cached[cache], strict=True)
         lacking = [len(request.prompt) - cached - (self.width - stop) for request, cached in rows]
-        counts = torch.tensor(lacking, device=self.device).clamp(0, stop - start)
-        return counts if max(lacking) > 0 else None
+        if max(lacking) <= 0:
+            return None
+        return send([min(max(count, 0), stop - start) for count in lacking], self.device)
 
 
 @dataclass
@@ -319,4 +320,4 @@ def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts)
     padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    return torch.tensor(padded, device=device), torch.tensor(counts, device=device)
+    return send(padded, device), send(counts, device)

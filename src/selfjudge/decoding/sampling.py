@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from selfjudge.models.device import send
 from selfjudge.types import MAX_GAMMA, LazyModule, check_settings, setting
 
 if TYPE_CHECKING:
@@ -108,25 +108,23 @@ class RandomNumbers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.generators: list[torch.Generator | None] = []  # None for greedy rows, which need no numbers
-        self.drawn: deque[Tensor] = deque()
+        self.drawn = torch.empty(0, 0, self.PER_CYCLE, device=device)  # [B, cycles, PER_CYCLE] of the next cycles
 
     @property
     def wanted(self) -> bool:
         """Whether some row samples: else nothing is drawn."""
         return any(self.generators)
 
-    def _draw(self, generators: list[torch.Generator | None], cycles: int) -> Iterable[Tensor]:
-        """[B, PER_CYCLE] numbers for each cycle; the same ones whether cycles are drawn together or one by one."""
-        numbers = _draw_each(generators, cycles * self.PER_CYCLE).to(self.device)
-        return numbers.view(-1, cycles, self.PER_CYCLE).unbind(1)
+    def _draw(self, generators: list[torch.Generator | None], cycles: int) -> Tensor:
+        """[B, cycles, PER_CYCLE] numbers; the same ones whether cycles are drawn together or one by one."""
+        return send(_draw_each(generators, cycles * self.PER_CYCLE), self.device).view(-1, cycles, self.PER_CYCLE)
 
     def enter(self, seeds: Iterable[int | None]) -> Tensor | None:
         """Append rows by seed (None: greedy); return [B, 1] numbers for the tokens of their prefill, if some sample."""
         new = [None if seed is None else torch.Generator().manual_seed(seed) for seed in seeds]
-        first = _draw_each(new, 1).to(self.device) if any(new) else None
-        if self.drawn:
-            ahead = self._draw(new, len(self.drawn))
-            self.drawn = deque(torch.cat(both) for both in zip(self.drawn, ahead, strict=True))
+        first = send(_draw_each(new, 1), self.device) if any(new) else None
+        if ahead := self.drawn.shape[1]:
+            self.drawn = torch.cat([self.drawn, self._draw(new, ahead)])
         self.generators += new
         return first
 
@@ -135,14 +133,15 @@ class RandomNumbers:
         They come from the same places whatever its γ, so a row does not notice its neighbours' γ."""
         if not self.wanted:
             return None
-        if not self.drawn:
-            self.drawn.extend(self._draw(self.generators, self.AHEAD))
-        u = self.drawn.popleft()
+        if not self.drawn.shape[1]:
+            self.drawn = self._draw(self.generators, self.AHEAD)
+        u, self.drawn = self.drawn[:, 0], self.drawn[:, 1:]
         return torch.cat([u[:, :gamma], u[:, MAX_GAMMA : MAX_GAMMA + gamma], u[:, -1:]], 1)
 
     def select(self, rows: list[int]) -> None:
         self.generators = [self.generators[i] for i in rows]
-        self.drawn = deque(u[rows] for u in self.drawn) if self.wanted else deque()
+        kept = self.wanted and self.drawn.shape[1]
+        self.drawn = self.drawn[send(rows, self.device)] if kept else self.drawn[:, :0]
 
 
 def _draw_each(generators: list[torch.Generator | None], count: int) -> Tensor:

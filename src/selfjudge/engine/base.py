@@ -12,6 +12,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, device
 
+from selfjudge.models.device import send
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -66,7 +68,8 @@ class RowCache(Protocol):
         A static cache must have room for all of them; other caches take no idle rows."""
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows, in this order, one named twice as two rows. A static cache must have room for them."""
+        """Keep these rows, in this order, one named twice as two rows. A static cache must have room for them; there it
+        costs as much as the rows that change their place."""
 
     def use_rows(self, batch: int) -> int:
         """Let a static cache work on its first `batch` rows, all as they are; return on how many it worked before."""
@@ -134,6 +137,18 @@ class HeadEngine(Engine):
         States are the target's features [B, T, 3H], or the head's own from earlier entries [B, T, H].
         The output has logits [B, keep, D] and, as features, the states [B, keep, H] for the entries that follow."""
         raise NotImplementedError
+
+
+def find_moves(rows: Sequence[int], device: torch.device) -> Tensor | None:
+    """Where rows get another place: [2, M] these places and the rows that come there; None where all stay."""
+    moves = [(place, row) for place, row in enumerate(rows) if place != row]
+    return send(list(zip(*moves, strict=True)), device) if moves else None
+
+
+def move_rows(tensor: Tensor, moves: Tensor, dim: int = 0) -> None:
+    """Move rows in place; what moves is copied first, so that rows may change places and be named twice."""
+    places, rows = moves
+    tensor.index_copy_(dim, places, tensor.index_select(dim, rows))
 
 
 def align_right(tokens: Tensor, counts: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from selfjudge.engine.base import Engine, HeadEngine, RowCache
+from selfjudge.engine.base import Engine, HeadEngine, RowCache, find_moves, move_rows
 from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.device import free_memory
+from selfjudge.models.device import free_memory, send
 from selfjudge.models.memory import LOGIT_BYTES
 from selfjudge.types import Verdict
 
@@ -79,11 +79,11 @@ class Backlog:
         self.max_missing = max(self.max_missing, other.max_missing)
 
     def select(self, rows: list[int]) -> None:
-        index = torch.tensor(rows, dtype=torch.long, device=self.missing.device)
-        selected = [tensor[index] for tensor in self.tensors()]
+        moves = find_moves(rows, self.missing.device)
         self.use_rows(len(rows))
-        for tensor, values in zip(self.tensors(), selected, strict=True):
-            tensor.copy_(values)
+        if moves is not None:
+            for buffer in self._buffers:
+                move_rows(buffer, moves)
 
     def tensors(self) -> list[Tensor]:
         return [self.tokens, self.missing, self.states]
@@ -146,7 +146,7 @@ class Drafter(RowCache):
         """Read whole prompts when tokens are first proposed, if ever; [B, T, F] the target's features, right-aligned.
         For engines that are not static, whose rows are all empty."""
         for row, prompt in enumerate(prompts):
-            tokens = torch.tensor(prompt, device=self.device)
+            tokens = send(prompt, self.device)
             self.postponed.append((tokens, None if features is None else features[row, -len(prompt) :]))
 
     def catch_up(self) -> None:
@@ -154,7 +154,7 @@ class Drafter(RowCache):
         if self.postponed:
             tokens, features = map(list, zip(*self.postponed, strict=True))
             self.postponed = []
-            counts = torch.tensor([len(row) for row in tokens], device=self.device)
+            counts = send([len(row) for row in tokens], self.device)
             states = None if features[0] is None else pad_sequence(features, True, padding_side="left")
             self._read_postponed(pad_sequence(tokens, True, padding_side="left"), counts, states)
 

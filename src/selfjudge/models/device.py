@@ -6,7 +6,7 @@ import ctypes
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError, first_line
 
@@ -59,6 +59,16 @@ def limit_memory(device: torch.device, text: str) -> None:
     if size > max(1, total):
         raise SelfJudgeError(f"`gpu_memory` {text} is more than the {total / 1e9:.0f} GB of this device")
     torch.cuda.set_per_process_memory_fraction(size if size <= 1 else size / total, _index(device))
+
+
+def send(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers on a device. A copy to CUDA comes from pinned memory: it does not wait for work that is under way."""
+    import torch
+
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine, HeadEngine, Output
+from selfjudge.engine.base import Engine, HeadEngine, Output, find_moves, move_rows
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
+from selfjudge.models.device import send
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.memory import token_bytes
@@ -102,7 +103,7 @@ class CudaEngine(Engine):
         self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its graph
         self.lengths = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
         self._rotary: list[tuple[Tensor, Tensor]] = []  # of every kind cosine and sine by position
-        self._keys = self._values = torch.empty(0, 0, dtype=self.dtype, device=self.device)
+        self._cache = torch.empty(2, 0, 0, dtype=self.dtype, device=self.device)  # keys and values
         self.use_rows(0)
 
     @cached_property
@@ -128,12 +129,11 @@ class CudaEngine(Engine):
         self._prefills.clear()
         self._asides.clear()
         self._pool = None
-        self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is allocated
+        self._cache = self._cache[:, :0, :0].clone()  # free the old cache before the new one is allocated
         self._lengths = self._lengths[:0].clone()
         self.use_rows(0)
-        shape = (len(w.layers), batch, w.kv_heads, slots, w.dim)
-        self._keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        shape = (2, len(w.layers), batch, w.kv_heads, slots, w.dim)
+        self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.slots = slots
         self.use_rows(batch)
@@ -197,12 +197,12 @@ class CudaEngine(Engine):
 
     @property
     def cache_bytes(self) -> int:
-        return 2 * self._keys.numel() * int(self.dtype.itemsize)
+        return int(self._cache.nbytes)
 
     def use_rows(self, batch: int) -> int:
         before = len(self.lengths)
         self.lengths = self._lengths[:batch]
-        self.keys, self.values = self._keys[:, :batch], self._values[:, :batch]
+        self.keys, self.values = self._cache[:, :, :batch]
         return before
 
     @torch.no_grad()
@@ -248,21 +248,19 @@ class CudaEngine(Engine):
         self.use_rows(there + new + idle)
         self.lengths[there:].zero_()
         self.lengths[there : there + new] = other.lengths
-        for own, others in ((self.keys, other.keys), (self.values, other.values)):
-            own[:, there : there + new, :, :slots] = others[:, :, :, :slots]
+        self._cache[:, :, there : there + new, :, :slots] = other._cache[:, :, :new, :, :slots]
         if len(self._asides) < ASIDES:
             self._asides.append(other)
 
     def copy_block(self, row: int, start: int, stop: int) -> Tensor:
-        return torch.stack([cache[:, row, :, start:stop] for cache in (self.keys, self.values)])
+        return self._cache[:, :, row, :, start:stop].clone(memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def restore(self, rows: Sequence[Sequence[Tensor]]) -> None:
         lengths = [sum(block.shape[3] for block in blocks) for blocks in rows]
         for row in filter(lengths.__getitem__, range(len(rows))):
-            for part, cache in enumerate((self.keys, self.values)):
-                torch.cat([block[part] for block in rows[row]], 2, out=cache[:, row, :, : lengths[row]])
-        self.lengths.copy_(torch.tensor(lengths))
+            torch.cat(list(rows[row]), 3, out=self._cache[:, :, row, :, : lengths[row]])
+        self.lengths.copy_(send(lengths, self.device))
 
     def _forward_prompts(
         self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None, lengths: Sequence[int]
@@ -327,13 +325,12 @@ class CudaEngine(Engine):
 
     @torch.no_grad()
     def select(self, rows: list[int]) -> None:
-        index = torch.tensor(rows, dtype=torch.long, device=self.device)
-        lengths = self.lengths[index]
-        for cache in (self._keys, self._values):
-            for layer in cache:  # one at a time: the copy needs no second cache
-                layer[: len(rows)] = layer[index]
         self.use_rows(len(rows))
-        self.lengths.copy_(lengths)
+        if (moves := find_moves(rows, self.device)) is not None:
+            move_rows(self._lengths, moves)
+            layers = max(1, len(self._lengths) // moves.shape[1])  # what is copied first is at most one of all rows
+            for part in self._cache.split(layers, 1):
+                move_rows(part, moves, 2)
 
     def state(self) -> list[Tensor]:
         return [self.lengths]
