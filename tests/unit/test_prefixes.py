@@ -63,44 +63,57 @@ class Reads:
 # the store
 
 
-def test_a_prefix_is_found_as_far_as_its_tokens_are_the_same() -> None:
+def test_a_prefix_is_found_as_far_as_its_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     store, tokens = PrefixStore(1 << 20), tokens_of(19)
-    made = {}
+    made = []
 
     def copy(start: int, stop: int) -> Tensor:
-        made[start, stop] = torch.full((2, 1, 1, stop - start, 1), float(start))
-        return made[start, stop]
+        made.append((start, stop))
+        return torch.arange(float(start), stop).expand(2, 1, 1, -1)[..., None].clone()
 
     store.put("a", tokens, copy)
-    assert list(made) == [(0, 3), (3, 7), (7, 11), (11, 15)], "all but the last token of each block"
+    assert made == [(0, 15)], "all but the last token of the last block"
+    blocks = store.find("a", tokens)
+    assert [block[0, 0, 0, :, 0].tolist() for block in blocks] == [
+        [0, 1, 2],
+        [3, 4, 5, 6],
+        [7, 8, 9, 10],
+        [11, 12, 13, 14],
+    ]
+    assert all(block.untyped_storage().nbytes() == block.nbytes for block in blocks), "each can be freed by itself"
+    assert store.used == sum(block.nbytes for block in blocks)
     assert [len(store.find("a", tokens[:n])) for n in range(20)] == [n // SIZE for n in range(20)]
     other = [*tokens[:9], tokens[9] ^ 1, *tokens[10:]]
     assert len(store.find("a", other)) == 2
     assert not store.find("b", tokens)
     assert not store.find("a", tokens[SIZE:]), "a block is known by all tokens before it"
     store.put("a", [*tokens, 5], copy)
-    assert list(made)[4:] == [(15, 19)], "only what is new is copied"
+    assert made[1:] == [(15, 19)], "only what is new is copied"
+    monkeypatch.setattr(prefixes, "RUN", 3)
+    store.put("b", tokens, copy)
+    assert made[2:] == [(0, 11), (11, 15)], "of a long row some at a time"
+    assert len(store.find("b", tokens)) == 4
 
 
 def test_the_limit_holds_and_the_oldest_go_first() -> None:
-    block = torch.zeros(2, 1, 1, SIZE, 8)
-    store = PrefixStore(5 * block.nbytes)
+    one_position = torch.zeros(2, 1, 1, 1, 8).nbytes
+    store = PrefixStore(5 * SIZE * one_position)
     one, two, three = (tokens_of(2 * SIZE, seed) for seed in range(3))
 
-    def copy(*_: int) -> Tensor:
-        return block.clone()
+    def copy(start: int, stop: int) -> Tensor:
+        return torch.zeros(2, 1, 1, stop - start, 8)
 
     store.put("a", one, copy)
     store.put("a", two, copy)
-    assert store.used == 4 * block.nbytes
+    assert store.used == 2 * (2 * SIZE - 1) * one_position
     store.find("a", one)  # now `two` is the oldest
     store.put("a", three, copy)
-    assert store.used == 5 * block.nbytes
+    assert store.used == (2 * (2 * SIZE - 1) + SIZE - 1) * one_position
     assert [len(store.find("a", tokens)) for tokens in (one, two, three)] == [2, 1, 2], "the end of a prefix goes first"
     store.put("a", tokens_of(9 * SIZE, 4), copy)
-    assert store.used == 5 * block.nbytes
+    assert store.used == (5 * SIZE - 1) * one_position
     assert len(store.find("a", tokens_of(9 * SIZE, 4))) == 5, "of a prefix that is too long, its beginning"
-    store.resize(2 * block.nbytes)
+    store.resize(2 * SIZE * one_position)
     assert store.used <= store.limit
     assert len(store.find("a", tokens_of(9 * SIZE, 4))) == 2
     store.resize(0)

@@ -118,7 +118,7 @@ class Engine(RowCache):
         raise NotImplementedError
 
     def restore(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        """Begin the rows of an empty batch with blocks, one after the other, that `copy_block` has made."""
+        """Begin the rows of an empty batch with blocks, one after the other, parts of what `copy_block` has made."""
         raise NotImplementedError
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:

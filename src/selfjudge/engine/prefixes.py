@@ -5,16 +5,19 @@ logits, and the newest entry of a head is made of the token after it."""
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from threading import Lock
 
+import torch
 from torch import Tensor
 
 from selfjudge.models.device import free_memory, parse_memory
 from selfjudge.models.load import LoadedModel
 
 BLOCK = 32  # tokens
+RUN = 64  # blocks that are copied together, at most
 SHARE = "0.1"  # of the memory that is available when a model's first `Batch` is made
 
 
@@ -53,18 +56,17 @@ class PrefixStore:
             return [self._blocks[key] for key in found]
 
     def put(self, space: Hashable, tokens: Sequence[int], copy: Callable[[int, int], Tensor]) -> None:
-        """Store the blocks of these tokens that are not known; `copy` returns those of the positions from … to."""
+        """Store the blocks of these tokens that are not known; `copy` copies the positions from … to."""
         with self._lock:
-            keys = list(_keys(space, tokens))
-            self._touch(keys)
-            for i, key in enumerate(keys):
-                if key not in self._blocks:
-                    block = copy(count_positions(i), count_positions(i + 1))
-                    if not self._make_room(block.nbytes, keys):
-                        break
-                    self._blocks[key] = block
-                    self.used += block.nbytes
-            self._touch(keys)
+            keys = dict.fromkeys(_keys(space, tokens))
+            self._touch(list(keys))
+            known = sum(key in self._blocks for key in keys)  # the first ones: later ones go before them
+            for key, block in zip(list(keys)[known:], _copy_runs(known, len(keys), copy), strict=True):
+                if not self._make_room(block.nbytes, keys):
+                    break
+                self._blocks[key] = block
+                self.used += block.nbytes
+            self._touch(list(keys))
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of blocks; the first of them are the last to go, since the others cannot be found without them."""
@@ -72,7 +74,7 @@ class PrefixStore:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
 
-    def _make_room(self, needed: int, kept: Sequence[bytes]) -> bool:
+    def _make_room(self, needed: int, kept: Collection[bytes]) -> bool:
         """Remove the oldest blocks, but none of `kept`, until so many bytes more are allowed; whether they are."""
         while self.used + needed > self.limit:
             oldest = next(iter(self._blocks), None)
@@ -91,6 +93,16 @@ def open_store(model: LoadedModel, limit: str | None) -> PrefixStore | None:
     if limit is not None or not store.limit:
         store.resize(int(size))
     return store if store.limit else None
+
+
+def _copy_runs(first: int, stop: int, copy: Callable[[int, int], Tensor]) -> Iterator[Tensor]:
+    """The blocks from `first` to `stop`, each with memory of its own; many cost as few launches as one."""
+    for start in range(first, stop, RUN):
+        bounds = [count_positions(i) for i in range(start, min(start + RUN, stop) + 1)]
+        run, sizes = copy(bounds[0], bounds[-1]), [end - begin for begin, end in pairwise(bounds)]
+        parts = [run.new_empty((*run.shape[:3], size, *run.shape[4:])) for size in sizes]
+        torch.split_with_sizes_copy(run, sizes, 3, out=parts)
+        yield from parts
 
 
 def _keys(space: Hashable, tokens: Sequence[int]) -> Iterator[bytes]:
