@@ -54,6 +54,23 @@ def test_the_clocks_go_forwards() -> None:
     assert load._count_cores() >= 1
 
 
+def test_watches_of_many_answers_read_the_clocks_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, reads = [1000.0], []
+    monkeypatch.setattr(load, "_read_clocks", lambda: (reads.append(1), (now[0], now[0], 0.0))[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(load.time, "monotonic", lambda: now[0])
+        load._read_at.cache_clear()
+        watches = [load.LoadWatch(often=True) for _ in range(20)]
+        assert len(reads) == 1
+        assert [watch.usage for watch in watches] == [(0.0, 0.0, 0.0)] * 20
+        now[0] += load.SHORTEST
+        assert [watch.usage for watch in watches] == [(0.5, 0.5, 0.0)] * 20
+        assert len(reads) == 2
+        assert load.LoadWatch().usage == (0.0, 0.0, 0.0)
+        assert len(reads) == 4, "whoever measures reads them at once"
+        load._read_at.cache_clear()
+
+
 def test_without_the_counts_of_the_system_our_own_work_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> str:
         raise FileNotFoundError

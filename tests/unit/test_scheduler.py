@@ -29,6 +29,7 @@ from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import Scheduler, WarmUp
 from selfjudge.models.pair import Pair
+from selfjudge.store import run_folder
 
 Begin = Callable[..., Scheduler]
 
@@ -364,6 +365,7 @@ def test_a_request_that_is_being_encoded_holds_a_place(begin: Begin) -> None:
 def test_the_load_is_looked_at_once_an_answer(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the beginning of the decoding, not of the waiting; never by token."""
     scheduler, reads = begin(), []
+    run_folder._read_at.cache_clear()
     monkeypatch.setattr("selfjudge.store.run_folder._read_clocks", lambda: (reads.append(1), (0.0, 0.0, 0.0))[1])
     asked, updates = job(scheduler, tokens=30)
     scheduler.submit(asked)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from multiprocessing import active_children
 from pathlib import Path
@@ -181,13 +181,15 @@ class RunFolder:
 class LoadWatch:
     """Watches the processors from its construction on: those that this process may use, by the system's own counts."""
 
-    def __init__(self) -> None:
-        self._begun = _read_clocks()
+    def __init__(self, *, often: bool = False) -> None:
+        """Of those made `often`, as for every answer of a server, all together read the counts twice a second."""
+        self._read = (lambda: _read_at(time.monotonic() // SHORTEST)) if often else _read_clocks
+        self._begun = self._read()
 
     @property
     def usage(self) -> Usage:
         """What was used since the beginning."""
-        wall, busy, own = (now - then for now, then in zip(_read_clocks(), self._begun, strict=True))
+        wall, busy, own = (now - then for now, then in zip(self._read(), self._begun, strict=True))
         return wall, busy, own
 
     def describe(self, turns: Iterable[Sequence[float]] = ()) -> str:
@@ -212,6 +214,12 @@ def describe_load(usages: Iterable[Usage], turns: Iterable[Sequence[float]] = ()
 
 def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache(1)
+def _read_at(turn: float) -> Usage:
+    """The clocks as they were first read in this turn."""
+    return _read_clocks()
 
 
 def _read_clocks() -> Usage:

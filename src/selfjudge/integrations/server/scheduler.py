@@ -254,7 +254,7 @@ class Scheduler:
             return
         if not job.background:
             self.metrics.observe("queue_seconds", time.perf_counter() - job.arrived, mode=job.choice.mode)
-        job.load, self._jobs[answer], self._batches[job.choice.key] = LoadWatch(), job, batch
+        job.load, self._jobs[answer], self._batches[job.choice.key] = LoadWatch(often=True), job, batch
 
     def _step(self, key: RowRules | RuleChoice) -> StepOutput:
         """One pass of one batch; answers of a batch that fails are lost, and the server goes on."""
