@@ -134,6 +134,32 @@ def test_who_leaves_between_chunks_frees_the_place_at_once(kind: str) -> None:
     assert not trial.cancelled
 
 
+def enter_beside(live: int, arrivals: Sequence[int]) -> list[int]:
+    """After which cycle each request entered that arrived after a cycle, beside so many live rows; tokens are checked."""
+    queue, limit, cycle, entered = AdmissionQueue(99, 90), 24, 0, {}
+    requests = [Request(prompt_of(2, seed), limit) for seed in range(live + len(arrivals))]
+    queue.waiting.extend(requests[1:live])
+    left, steps = list(zip(arrivals, requests[live:], strict=True)), []
+    for step in decode(engines("cuda", 256), requests[:1], Exact(), gamma=0, queue=queue):
+        steps.append(step)
+        cycle = max(cycle, step.cycle)
+        entered |= {e.row: cycle for e in step.emissions if not step.cycle}
+        while left and left[0][0] == cycle:
+            queue.put(left.pop(0)[1])
+    for row, request in enumerate(requests):
+        assert tokens_of(steps, row) == tokens_of(alone("cuda", request, Exact(), 0), 0)
+    return [entered[row] for row in range(live, len(requests))]
+
+
+def test_prompts_wait_a_few_cycles_for_others_beside_many_rows() -> None:
+    """One for 16 live rows ends the waiting, or the fourth cycle; who comes after a pause does not wait."""
+    arrivals = [6, 7, 8, 9, 10, 11, 12, 13, 14]
+    assert enter_beside(48, arrivals) == [7, 10, 10, 10, 13, 13, 13, 17, 17]
+    assert enter_beside(64, [6, 7, 12, 13]) == [7, 11, 15, 15]
+    beside_few = enter_beside(20, arrivals)
+    assert all(entered - arrived <= 2 for entered, arrived in zip(beside_few, arrivals, strict=True))
+
+
 def test_chunks_are_longer_while_nobody_else_is_there(kind: str) -> None:
     long, later = Request(prompt_of(80), 1), Request(prompt_of(40, seed=1), 1)
     by_itself = first_step(Trial(kind, long).run(), 0)

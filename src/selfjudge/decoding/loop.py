@@ -343,6 +343,7 @@ class _LiveBatch:
             return None
         packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, self.rows.live_edits if edited else ())
         self.plain_cycles, self.released = 0 if plan.size.gamma else self.plain_cycles + 1, False
+        self.prefill.cycles += 1
         if captures and chooser.statistics is not None:
             chooser.statistics.capture_seconds = time.perf_counter() - start
         return _StartedCycle(number, packed, timer, plan)

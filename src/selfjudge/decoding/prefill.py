@@ -17,6 +17,9 @@ from selfjudge.models.device import send
 from selfjudge.types import Emission
 
 START_TOKENS = 2048  # tokens of a row in the static caches of a queue, before it asks for more
+WAIT_CYCLES, WAIT_SHARE = 4, 16
+"""Prompts wait so many cycles at most for others, until they are one for so many live rows: rows that enter together
+interrupt the live ones once. Beside fewer than 2 · WAIT_SHARE live rows none waits."""
 CHUNKS_ALONE = 4  # chunks in one pass while no other rows are decoded; requests that arrive meanwhile wait for it
 
 
@@ -131,6 +134,7 @@ class Prefill:
     def __post_init__(self) -> None:
         self.groups: list[PrefillGroup] = []
         self.next_number = 0  # number of the next row
+        self.cycles = 0  # cycles since prompts were admitted
         self._passed_over = False
         self.rows = self.length = 0  # what the caches hold: rows, and tokens of a row
         self.given_up: list[int] = []  # rows that the device has no memory for
@@ -179,6 +183,9 @@ class Prefill:
         busy = len(rows.alive) + sum(map(len, self.groups))
         if not queue.waiting or self._make_shorter(queue, rows, busy):
             return
+        alive = len(rows.alive)
+        if self.cycles < WAIT_CYCLES and min(len(queue.waiting), self.rows - busy) < alive // WAIT_SHARE:
+            return
         admitted: list[tuple[int, Request]] = []
         while queue.waiting and busy + len(admitted) < max(1, self.rows):
             number, request = self.next_number, queue.waiting[0]
@@ -195,11 +202,13 @@ class Prefill:
                 admitted.append((number, limit_request(request, self.engines.window)))
             else:
                 self.given_up.append(number)
+        self.cycles = 0 if admitted else self.cycles
+        chunk = self._limit_chunk(alive)
         groups: list[tuple[int, list[tuple[int, Request]]]] = []  # longest part of a prompt that is read; rows
         for number, request in admitted:
             found = self.engines.find_blocks(request.prompt, request.salt)
             unread, members = len(request.prompt) - min(map(count_positions, map(len, found))), [(number, request)]
-            if groups and max(unread, groups[-1][0]) * (len(groups[-1][1]) + 1) <= self.engines.target.chunk:
+            if groups and max(unread, groups[-1][0]) * (len(groups[-1][1]) + 1) <= chunk:
                 longest, others = groups.pop()
                 unread, members = max(unread, longest), [*others, *members]
             groups.append((unread, members))
@@ -219,7 +228,7 @@ class Prefill:
         there was memory."""
         self._held = 0
         alone = not (alive or crowded) and len(self.groups) == 1
-        chunk = max(self.engines.target.chunk * (CHUNKS_ALONE if alone else 1), 2 * alive * self.step_tokens)
+        chunk = self._limit_chunk(alive) * (CHUNKS_ALONE if alone else 1)
         in_order = self._passed_over or self._one_by_one
         group = self.groups[0] if in_order else min(self.groups, key=lambda group: group.unread)
         self._passed_over = group is not self.groups[0]
@@ -233,6 +242,10 @@ class Prefill:
             self._begin_again(alive)
             return False
         return True
+
+    def _limit_chunk(self, alive: int) -> int:
+        """Prompt tokens that are read between two steps of so many live rows."""
+        return max(self.engines.target.chunk, 2 * alive * self.step_tokens)
 
     def postpones(self, alive: int) -> bool:
         """Whether the draft reads the prompts of a new group when it first drafts: not while it drafts for other rows,
