@@ -59,8 +59,7 @@ class AdmissionQueue:
 
 
 def settle(kept: Sequence[int]) -> list[int]:
-    """These different places of rows in the order in which most rows stay where they are: a place that falls vacant
-    gets the last row of those that lie behind all `kept` places."""
+    """These places of rows in an order in which most rows stay: a vacant one gets the last row that lies behind."""
     there = set(kept)
     moved = sorted(place for place in there if place >= len(kept))
     return [place if place in there else moved.pop() for place in range(len(kept))]

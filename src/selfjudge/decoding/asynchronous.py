@@ -33,8 +33,7 @@ class AsyncBatch(AbstractAsyncContextManager):
     ...         print(piece.text, end="")
 
     A request whose task is cancelled, or whose stream is closed, leaves before the next pass. One that is not possible
-    raises in its own task. Where a pass fails, the tasks of all that are being decoded get a SelfJudgeError, and the
-    batch takes new ones."""
+    raises in its own task. Where a pass fails, all that are decoded get a SelfJudgeError; the batch takes new ones."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -44,9 +44,7 @@ class Packed:
     guarded: bool = False
 
     @classmethod
-    def pack(
-        cls, block: Block, verdict: Verdict, *, traced: bool = False, guarded: GuardedBlock | None = None
-    ) -> Packed:
+    def pack(cls, block: Block, verdict: Verdict, *, traced: bool = False, guarded: GuardedBlock | None = None) -> Self:
         n, next_token = verdict.n_accepted[:, None], verdict.next_token[:, None]
         head = [n, next_token, verdict.non_finite.long().expand_as(n)]
         head += [] if guarded is None else [guarded.bits[:, None]]

@@ -238,7 +238,8 @@ class _LiveBatch:
         """Let a group whose prompts have been read enter after the live rows."""
         group, alive = self.prefill.pop_ready(), settle(alive)
         if len(alive) < len(self.rows):
-            self._select(alive)
+            self.engines.select(alive)
+            self.random.select(alive)
         total = len(alive) + len(group)
         idle = min(self.engines.target.bucket(total), self.prefill.rows) - total
         self.engines.join(group.engines, idle)
@@ -271,9 +272,8 @@ class _LiveBatch:
             state[: len(group), GUARDS] = entering.advance(verdict.n_accepted, verdict.next_token)
         if self.engines.draft is not None:
             self.engines.draft.enter(first)
-        size = CycleSize(self.gamma)
+        size = CycleSize(self.gamma if self.cycle is None else self.cycle.gamma)
         if self.cycle is not None:
-            size = CycleSize(self.cycle.gamma)
             kept = send(alive, first.device, torch.long)
             first = torch.cat([self.cycle.last[kept, 0], first])
             state = torch.cat([self.cycle.row_state[kept], state])
@@ -301,18 +301,19 @@ class _LiveBatch:
     def free_memory(self, alive: list[int]) -> None:
         """Free spare memory for the next cycle; if there is none, give up the newest row, which loses least work."""
         if self.released:
-            newest = max(alive, key=self.rows.index.__getitem__)
+            *others, newest = sorted(alive, key=self.rows.index.__getitem__)
             self.prefill.given_up.append(number := int(self.rows.index[newest]))
             self.prefill.histories.pop(number, None)
             self.rows.finished[newest] = True
-            if len(alive) > 1:
-                self._keep([row for row in alive if row != newest])
+            if others:
+                self._keep(others)
         self.engines.release_spare(cycles=True)
         self.released = True
 
     def _keep(self, kept: list[int]) -> None:
         kept = settle(kept)
-        self._select(kept)
+        self.engines.select(kept)
+        self.random.select(kept)
         self.rows = self.rows.select(kept)
         assert self.cycle is not None
         index = send(kept, self.cycle.last.device, torch.long)
@@ -354,10 +355,6 @@ class _LiveBatch:
         draft = self.engines.draft
         unread = 0 if draft is None else max((len(tokens) for tokens, _ in draft.postponed), default=0)
         return min(self.plain_cycles, BACKLOG) + unread
-
-    def _select(self, rows: list[int]) -> None:
-        self.engines.select(rows)
-        self.random.select(rows)
 
     def finish(self, started: _StartedCycle, rows: BatchRows) -> Step:
         """Wait for a cycle (its one synchronisation) and hand its tokens to the rows."""

@@ -17,9 +17,7 @@ from selfjudge.models.device import send
 from selfjudge.types import Emission
 
 START_TOKENS = 2048  # tokens of a row in the static caches of a queue, before it asks for more
-WAIT_CYCLES, WAIT_SHARE = 4, 16
-"""Prompts wait so many cycles at most for others, until they are one for so many live rows: rows that enter together
-interrupt the live ones once. Beside fewer than 2 · WAIT_SHARE live rows none waits."""
+WAIT_CYCLES, WAIT_SHARE = 4, 16  # see `admit`
 CHUNKS_ALONE = 4  # chunks in one pass while no other rows are decoded; requests that arrive meanwhile wait for it
 
 
@@ -178,7 +176,9 @@ class Prefill:
         return any(not group.unread for group in self.groups)
 
     def admit(self, queue: AdmissionQueue, rows: BatchRows, cancelled: set[int]) -> None:
-        """Admit waiting requests while there is room beside the live rows and those that are being read."""
+        """Admit waiting requests while there is room beside the live rows and those that are being read. To interrupt
+        many live rows less often, a request waits until there is one for WAIT_SHARE of them, for WAIT_CYCLES at most
+        since the last was admitted."""
         self._one_by_one &= bool(self.groups)
         busy = len(rows.alive) + sum(map(len, self.groups))
         if not queue.waiting or self._make_shorter(queue, rows, busy):
@@ -203,7 +203,7 @@ class Prefill:
             else:
                 self.given_up.append(number)
         self.cycles = 0 if admitted else self.cycles
-        chunk = self._limit_chunk(alive)
+        chunk = max(self.engines.target.chunk, 2 * alive * self.step_tokens)  # what `read` reads at a time
         groups: list[tuple[int, list[tuple[int, Request]]]] = []  # longest part of a prompt that is read; rows
         for number, request in admitted:
             found = self.engines.find_blocks(request.prompt, request.salt)
@@ -224,11 +224,10 @@ class Prefill:
 
     def read(self, alive: int, crowded: bool) -> bool:
         """Read a chunk of the oldest group, or if the last one was its own, of that with the fewest unread columns.
-        While rows are `alive`, or other batches wait (`crowded`), it costs about as much as a step. Returns whether
-        there was memory."""
+        While rows are `alive`, or other batches wait (`crowded`), it costs as much as a step. False: no memory."""
         self._held = 0
         alone = not (alive or crowded) and len(self.groups) == 1
-        chunk = self._limit_chunk(alive) * (CHUNKS_ALONE if alone else 1)
+        chunk = max(self.engines.target.chunk * (CHUNKS_ALONE if alone else 1), 2 * alive * self.step_tokens)
         in_order = self._passed_over or self._one_by_one
         group = self.groups[0] if in_order else min(self.groups, key=lambda group: group.unread)
         self._passed_over = group is not self.groups[0]
@@ -242,10 +241,6 @@ class Prefill:
             self._begin_again(alive)
             return False
         return True
-
-    def _limit_chunk(self, alive: int) -> int:
-        """Prompt tokens that are read between two steps of so many live rows."""
-        return max(self.engines.target.chunk, 2 * alive * self.step_tokens)
 
     def postpones(self, alive: int) -> bool:
         """Whether the draft reads the prompts of a new group when it first drafts: not while it drafts for other rows,

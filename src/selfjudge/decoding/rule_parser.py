@@ -171,8 +171,7 @@ class RuleRequest:
     def inherit(self, own: RuleRequest) -> RuleRequest:
         """Complete the request with a server's `own`, which replaces it where it is open. θ, quality or price without a
         rule apply to the own rule, or to judged if that is lossless. A judged rule without them takes the own θ or
-        quality, never the own price. Guards come from the own request, its rule's text included, unless this one names
-        others."""
+        quality, never the own price. Guards come from the own request, its rule's text included, or from this one."""
         guards = {name: own.options.get(name, getattr(own, name)) for name in STRICT if name not in self.options}
         own = own._without({*self._given, *STRICT})
         mine = {

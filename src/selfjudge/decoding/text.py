@@ -165,8 +165,7 @@ class Stream:
 
 class Batch:
     """Answers that are decoded together; they may be added and dropped between steps. For one thread.
-    All have the rule and the γ of the batch, unless it has `shared` rules (`share_rules`): `add` may then name
-    others."""
+    All have the rule and the γ of the batch, unless it has `shared` rules (`share_rules`): `add` may name others."""
 
     def __init__(
         self,
@@ -180,8 +179,7 @@ class Batch:
         **options: Unpack[DecodingOptions],
     ) -> None:
         """At most `rows` answers are decoded at a time, others wait; `length` limits prompt and answer together.
-        `prefix_cache` is the pair's memory for prefixes: a size such as 1GB, a share of what is available, `0` for
-        none; by default a tenth."""
+        `prefix_cache` is the pair's memory for prefixes: 1GB, or a share of what is available (0.1), `0` for none."""
         if not all(isinstance(number, Integral) and number >= 1 for number in (rows, length)):
             raise SelfJudgeError(f"`rows` and `length` are whole numbers from 1 on, not {rows!r} and {length!r}")
         self._decoding = Decoding(pair, rule, shared=shared, **options)

@@ -66,9 +66,8 @@ def send(values: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     import torch
 
     tensor = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cuda" and not tensor.is_cuda:
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    pinned = device.type == "cuda" and not tensor.is_cuda
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -103,8 +103,7 @@ def worth_taking(harm: Tensor, aligned: Tensor, price: float | Tensor, window: T
     prices of their own [B], and want `window` [B] drafts after d_i to match.
     A walk that accepts d_1 … d_k and stops is worth π·(k+1) − Σ c_i over its mismatches: every token has the price π,
     the target's own at the end included. U_i is the most that positions i … γ+1 can be worth: U_{γ+1} = π, and U_i =
-    max(π, π + U_{i+1} − c_i), where an aligned draft costs nothing. This gives the best walk; of equal ones, the
-    shortest."""
+    max(π, π + U_{i+1} − c_i), where an aligned draft costs nothing. This gives the best and shortest walk."""
     if harm.is_cuda and has_triton():
         from selfjudge.ops.kernels_triton import block_scan
 

@@ -216,12 +216,6 @@ def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@lru_cache(1)
-def _read_at(turn: float) -> Usage:
-    """The clocks as they were first read in this turn."""
-    return _read_clocks()
-
-
 def _read_clocks() -> Usage:
     """The clocks now; without Linux's counts of all work it is our own."""
     own = busy = sum(os.times()[:4])
@@ -235,3 +229,6 @@ def _read_clocks() -> Usage:
         # user, nice, system, irq, softirq, steal: neither idle nor waiting for a disk
         busy = sum(int(line[i]) for line in lines if line[0] in ours for i in (1, 2, 3, 6, 7, 8)) / second
     return time.monotonic(), busy, own
+
+
+_read_at = lru_cache(1)(lambda turn: _read_clocks())  # the clocks, as they were first read in a turn

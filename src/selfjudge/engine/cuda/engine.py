@@ -123,15 +123,7 @@ class CudaEngine(Engine):
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a cycle in flight may read what is freed
-        self.slots = 0  # until everything is allocated
-        self.version += 1
-        self.captured_cycles.clear()
-        self._prefills.clear()
-        self._asides.clear()
-        self._pool = None
-        self._cache = self._cache[:, :0, :0].clone()  # free the old cache before the new one is allocated
-        self._lengths = self._lengths[:0].clone()
-        self.use_rows(0)
+        self.release()  # the old cache is freed before the new one is allocated
         shape = (2, len(w.layers), batch, w.kv_heads, slots, w.dim)
         self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)

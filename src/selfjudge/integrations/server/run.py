@@ -26,8 +26,7 @@ from selfjudge.tune.recipe import Recipe
 class Connection(H11Protocol):
     """uvicorn's connection, with time limits for the head of a request and for the reader of an answer, and a limit on
     the number of connections. Where there are too many, a new one takes the place of the one that has waited longest
-    for a head: clients that send no request keep nobody out. If all have a request under way the new one is answered
-    with 503."""
+    for a head: clients that send no request keep nobody out. If all have a request under way it gets a 503."""
 
     limits: ServerConfig
     _surplus = False

@@ -341,8 +341,7 @@ def start_scheduler(
     pair: Pair, judge: Judge | None, config: ServerConfig, recipe: Recipe | None = None, notify: Notify = ignore
 ) -> Scheduler:
     """What the server decodes with, tried out and started; needs none of the packages for HTTP. `recipe` is the one
-    that rule and γ of the config come from; `shadow` watches its certificate. `notify` is told what is captured before
-    the start."""
+    that rule and γ of the config come from; `shadow` watches its certificate. `notify` is told of captures."""
     config.check()
     monitor = watch(recipe) if config.shadow else None
     if judge is not None:

@@ -91,8 +91,7 @@ class ToolFormat:
         return "\n".join(("%llguidance {}", *rules))
 
     def messages(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages as the template takes them; one without tools reads about them, and of calls and their results,
-        as text."""
+        """The messages as the template takes them; one without tools reads of them, of calls and results, as text."""
         if self.native:
             return messages
         told: list[dict[str, Any]] = []
