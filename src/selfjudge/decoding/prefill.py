@@ -176,9 +176,8 @@ class Prefill:
         return any(not group.unread for group in self.groups)
 
     def admit(self, queue: AdmissionQueue, rows: BatchRows, cancelled: set[int]) -> None:
-        """Admit waiting requests while there is room beside the live rows and those that are being read. To interrupt
-        many live rows less often, a request waits until there is one for WAIT_SHARE of them, for WAIT_CYCLES at most
-        since the last was admitted."""
+        """Admit waiting requests while there is room beside the live rows and those that are being read. They wait
+        until they are one for WAIT_SHARE live rows, which they interrupt, or WAIT_CYCLES have passed since the last."""
         self._one_by_one &= bool(self.groups)
         busy = len(rows.alive) + sum(map(len, self.groups))
         if not queue.waiting or self._make_shorter(queue, rows, busy):
