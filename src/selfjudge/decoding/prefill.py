@@ -116,9 +116,8 @@ class PrefillGroup:
         """[B] how many of these columns a cache lacks, the last ones of each row; None where it has all of them."""
         rows = zip(self.requests, self.cached[cache], strict=True)
         lacking = [len(request.prompt) - cached - (self.width - stop) for request, cached in rows]
-        if max(lacking) <= 0:
-            return None
-        return send([min(max(count, 0), stop - start) for count in lacking], self.device)
+        counts = [min(max(count, 0), stop - start) for count in lacking]
+        return send(counts, self.device) if any(counts) else None
 
 
 @dataclass

@@ -198,9 +198,8 @@ def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
             values.append((best.float() - logits.float().logsumexp(-1, keepdim=True)).half())
             places.append(tokens.int())
         sizes = [len(sequences[i][1]) for i in part]
-        for i, p, t in zip(
-            part, torch.cat(values).cpu().split(sizes), torch.cat(places).cpu().split(sizes), strict=True
-        ):
+        columns = (torch.cat(column).cpu().split(sizes) for column in (values, places))
+        for i, p, t in zip(part, *columns, strict=True):
             log_p[starts[i] : starts[i + 1]], index[starts[i] : starts[i + 1]] = p, t
     return log_p.numpy(), index.numpy()
 

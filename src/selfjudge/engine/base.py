@@ -68,8 +68,7 @@ class RowCache(Protocol):
         A static cache must have room for all of them; other caches take no idle rows."""
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows, in this order, one named twice as two rows. A static cache must have room for them; there it
-        costs as much as the rows that change their place."""
+        """Keep these rows, in this order, one named twice as two rows. A static cache must have room for them."""
 
     def use_rows(self, batch: int) -> int:
         """Let a static cache work on its first `batch` rows, all as they are; return on how many it worked before."""
@@ -139,16 +138,12 @@ class HeadEngine(Engine):
         raise NotImplementedError
 
 
-def find_moves(rows: Sequence[int], device: torch.device) -> Tensor | None:
-    """Where rows get another place: [2, M] these places and the rows that come there; None where all stay."""
-    moves = [(place, row) for place, row in enumerate(rows) if place != row]
-    return send(list(zip(*moves, strict=True)), device) if moves else None
-
-
-def move_rows(tensor: Tensor, moves: Tensor, dim: int = 0) -> None:
-    """Move rows in place; what moves is copied first, so that rows may change places and be named twice."""
-    places, rows = moves
-    tensor.index_copy_(dim, places, tensor.index_select(dim, rows))
+def move_rows(rows: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Let `rows`, one named twice as two, be the first rows of tensors, in place; those that stay are not copied."""
+    if moves := [(place, row) for place, row in enumerate(rows) if place != row]:
+        places, moved = send(list(zip(*moves, strict=True)), tensors[0].device)
+        for tensor in tensors:
+            tensor.index_copy_(0, places, tensor.index_select(0, moved))  # what moves is copied first
 
 
 def align_right(tokens: Tensor, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from selfjudge.engine.base import Engine, HeadEngine, RowCache, find_moves, move_rows
+from selfjudge.engine.base import Engine, HeadEngine, RowCache, move_rows
 from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.device import free_memory, send
@@ -79,11 +79,8 @@ class Backlog:
         self.max_missing = max(self.max_missing, other.max_missing)
 
     def select(self, rows: list[int]) -> None:
-        moves = find_moves(rows, self.missing.device)
         self.use_rows(len(rows))
-        if moves is not None:
-            for buffer in self._buffers:
-                move_rows(buffer, moves)
+        move_rows(rows, self._buffers)
 
     def tensors(self) -> list[Tensor]:
         return [self.tokens, self.missing, self.states]

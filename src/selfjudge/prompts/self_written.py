@@ -141,16 +141,14 @@ class Writer:
     def _encode(self, text: str) -> list[int]:
         return list(self.pair.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _sample(
-        self, starts: Sequence[Sequence[int]], longest: int, temperature: float, part: int
-    ) -> Iterator[Response]:
+    def _sample(self, starts: Sequence[Sequence[int]], most: int, temperature: float, part: int) -> Iterator[Response]:
         """Continuations of the starts, in any order. Every `part` of the texts has seeds of its own."""
         first_seed = self.seed * 1_000_003 + part * _APART
         return respond(
             self.pair.target_model,
             starts,
             eos_ids=self.pair.eos_ids,
-            max_new_tokens=longest,
+            max_new_tokens=most,
             sampling=Sampling(temperature),
             seeds=[(first_seed + i) % (1 << 63) for i in range(len(starts))],
             batch=self.batch,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine, HeadEngine, Output, find_moves, move_rows
+from selfjudge.engine.base import Engine, HeadEngine, Output, move_rows
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
 from selfjudge.models.device import send
@@ -318,11 +318,9 @@ class CudaEngine(Engine):
     @torch.no_grad()
     def select(self, rows: list[int]) -> None:
         self.use_rows(len(rows))
-        if (moves := find_moves(rows, self.device)) is not None:
-            move_rows(self._lengths, moves)
-            layers = max(1, len(self._lengths) // moves.shape[1])  # what is copied first is at most one of all rows
-            for part in self._cache.split(layers, 1):
-                move_rows(part, moves, 2)
+        moved = sum(map(int.__ne__, rows, range(len(rows))))
+        layers = max(1, len(self._lengths) // max(1, moved))  # copied at once: at most one of all rows
+        move_rows(rows, [self._lengths, *(part.movedim(2, 0) for part in self._cache.split(layers, 1))])
 
     def state(self) -> list[Tensor]:
         return [self.lengths]
