@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conftest import REFERENCE, VOCAB, tiny_head, tiny_model
 from selfjudge.decoding import loop
-from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request
 from selfjudge.decoding.gamma import GammaController, LiveRows
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.prefill import Prefill
@@ -152,12 +152,26 @@ def enter_beside(live: int, arrivals: Sequence[int]) -> list[int]:
 
 
 def test_prompts_wait_a_few_cycles_for_others_beside_many_rows() -> None:
-    """One for 16 live rows ends the waiting, or the fourth cycle; who comes after a pause does not wait."""
+    """One for 16 live rows ends the waiting, or the fourth cycle; who comes after a pause does not wait. Three are read
+    as two and one."""
     arrivals = [6, 7, 8, 9, 10, 11, 12, 13, 14]
-    assert enter_beside(48, arrivals) == [7, 10, 10, 10, 13, 13, 13, 17, 17]
+    assert enter_beside(48, arrivals) == [7, 10, 10, 11, 13, 13, 14, 17, 17]
     assert enter_beside(64, [6, 7, 12, 13]) == [7, 11, 15, 15]
     beside_few = enter_beside(20, arrivals)
     assert all(entered - arrived <= 2 for entered, arrived in zip(beside_few, arrivals, strict=True))
+
+
+def test_prompts_of_a_static_engine_are_read_in_powers_of_two_for_few_graphs_to_serve_them() -> None:
+    sizes = {}
+    for kind in ("cuda", "auto"):
+        prefill, queue = Prefill(engines(kind, 64), 1), AdmissionQueue(16, 40)
+        for i in range(7):
+            queue.put(Request(prompt_of(6, seed=i), 2))
+        prefill.make_room(queue, 8)
+        prefill.admit(queue, BatchRows.new((), ()), set())
+        sizes[kind] = [len(group) for group in prefill.groups]
+        assert [number for group in prefill.groups for number in group.numbers] == list(range(7))
+    assert sizes == {"cuda": [4, 2, 1], "auto": [7]}
 
 
 def test_chunks_are_longer_while_nobody_else_is_there(kind: str) -> None:

@@ -211,8 +211,10 @@ class Prefill:
                 unread, members = max(unread, longest), [*others, *members]
             groups.append((unread, members))
         for unread, members in groups:
-            self.groups.append(PrefillGroup(members, self.engines.target.device))
-            self.groups[-1].unread = unread
+            while members:  # a static engine captures one pass for each number of rows: few numbers recur
+                size = 1 << (len(members).bit_length() - 1) if self.engines.target.static else len(members)
+                self.groups.append(PrefillGroup(members[:size], self.engines.target.device))
+                self.groups[-1].unread, members = unread, members[size:]
 
     def cancel(self, cancelled: set[int]) -> None:
         """Drop the groups whose rows were all cancelled, and remove these rows from the set."""

@@ -30,6 +30,7 @@ from selfjudge.models.tokens import context_window
 from selfjudge.ops import has_triton
 
 PREFILL_TOKENS = 32768  # prompt tokens per pass
+PREFILLS = 32  # shapes of prompts that are kept as graphs, at most
 CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are captured as a graph when their shape recurs
 SLOTS = 256  # cache lengths are multiples of this, so that the next batch is likely to fit into the same cache
 ASIDES = 2  # engines made by `aside` that are kept with their cache and graphs
@@ -139,14 +140,14 @@ class CudaEngine(Engine):
         if self.device.type != "cuda" or batch * padded > CAPTURED_TOKENS or padded > self.slots:
             return self.extend(tokens, counts, keep=1)
         key = (batch, padded)
-        entry = self._prefills.get(key, 0)
-        if not entry:
-            if len(self._prefills) >= 32:
-                self._prefills.clear()
-            self._prefills[key] = 1
-            return self.extend(tokens, counts, keep=1)
+        entry = self._prefills.pop(key, 0)  # the shape that was used longest ago stands first
+        while len(self._prefills) >= PREFILLS:
+            self._prefills.pop(next(iter(self._prefills)))
         if isinstance(entry, int):
-            entry = self._prefills[key] = self._capture_prefill(batch, padded)
+            entry = self._capture_prefill(batch, padded) if entry else 1
+        self._prefills[key] = entry
+        if isinstance(entry, int):
+            return self.extend(tokens, counts, keep=1)
         replay, all_tokens, all_counts, output = cast(_Prefill, entry)
         all_tokens[:, padded - width :].copy_(tokens)
         all_counts.copy_(counts)
