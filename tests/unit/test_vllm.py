@@ -13,9 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import tiny_head, tiny_model
 from selfjudge.cli.main import main
@@ -360,13 +362,43 @@ def test_steps_count_as_one_draft_at_a_time(seed: int, partly: bool) -> None:
 
 def test_counts_are_shown_when_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, shown = Counts(CPU, "model", "0"), []
-    monkeypatch.setattr(counted, "_show", shown.append)
-    monkeypatch.setattr("selfjudge.integrations.vllm.approval.EVERY", -1.0)
-    for idle in (True, False):
+    monkeypatch.setattr(counted, "_show", lambda totals, _: shown.append(totals.tolist()))
+    for idle in (True, True, False, True):  # where it becomes idle
         counted.total += torch.tensor([1, 2, 2, 0])
         counted.report(idle=idle)
-    assert shown == [[n, 2 * n, 2 * n, 0] for n in (1, 2)]
-    assert list(counted.read().values()) == shown[-1]
+        assert list(counted.read(show=idle).values()) == shown[-1] or not idle
+    assert [one[0] for one in shown] == [1, 1, 2, 4, 4]
+    monkeypatch.setattr("selfjudge.integrations.vllm.approval.EVERY", -1.0)
+    counted.report(idle=False)
+    counted.read(show=True)
+    assert [one[0] for one in shown] == [1, 1, 2, 4, 4, 4, 4]
+
+
+class Operators(TorchDispatchMode):
+    """How many operators of torch ran."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        self.count += 1
+        return operator(*args, **(options or {}))
+
+
+def test_lossless_steps_are_counted_when_somebody_looks() -> None:
+    """As `count_step` counts them, many at once: most steps run nothing on the device."""
+    counted, wanted = Counts(CPU, "model", "0"), torch.zeros(4, dtype=torch.long)
+    for step in range(300):
+        counts = torch.tensor([step % 3, 0, 2])
+        emitted = torch.tensor([1 + step % 2 * (step % 3), 1, 3])
+        ends = np.array([0, *(counts + 1).cumsum(0).tolist()])
+        with Operators() as used:
+            counted.note(emitted, ends)
+        assert (used.count > 0) == (step == 255)
+        wanted += count_step(DraftRows.of(counts, int(counts.sum())), emitted, None)
+    assert list(counted.read().values()) == wanted.tolist()
+    counted.note(emitted, ends)
+    counted.settle().zero_()
+    assert set(counted.read().values()) == {0}
 
 
 def test_rows_are_computed_when_they_change() -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,35 +64,47 @@ class Counts:
         self._labels = labels
         self._shown = [0] * len(COUNTERS)
         self._copy = torch.zeros_like(self.total, device="cpu", pin_memory=device.type == "cuda")
-        self._arrived: torch.Event | None = None
-        self._copied = time.monotonic()
+        self._copied, self._idle, self._thread = time.monotonic(), False, ThreadPoolExecutor(1)
+        self._noted: list[tuple[Tensor, Any]] = []
 
-    def read(self) -> dict[str, int]:
+    def note(self, emitted: Tensor, ends: Any) -> None:
+        """A lossless step gave so many tokens [R] to requests, whose rows end there [R + 1]: counted later."""
+        self._noted.append((emitted, ends))
+        if len(self._noted) >= 256:
+            self.settle()
+
+    def settle(self) -> Tensor:
+        """The totals with all that was noted."""
+        if self._noted:
+            (emitted, ends), self._noted = zip(*self._noted, strict=True), []
+            drafted = torch.from_numpy(np.concatenate([np.diff(one) > 1 for one in ends]))
+            drafted = drafted.to(self.total.device, non_blocking=True)
+            tokens = (torch.cat(emitted) * drafted).sum()
+            self.total[:3] += torch.stack([drafted.sum(), tokens, tokens])
+        return self.total
+
+    def read(self, *, show: bool = False) -> dict[str, int]:
         """The totals now; waits for the device."""
-        return dict(zip(COUNTERS, self.total.tolist(), strict=True))
+        totals = self.settle().cpu()
+        if show:
+            self._thread.submit(self._show, totals, None).result()
+        return dict(zip(COUNTERS, totals.tolist(), strict=True))
 
     def report(self, *, idle: bool) -> None:
-        """Called every step. Copies the totals once a second without waiting; only an idle engine waits for them."""
-        if idle:
-            self._arrived = None
-            self._show(self.total.tolist())
-        elif self._arrived is not None:
-            if self._arrived.query():
-                self._arrived = None
-                self._show(self._copy.tolist())
-        elif time.monotonic() - self._copied > EVERY:
+        """Called every step. Copies the totals once a second and when the engine becomes idle; a thread waits then."""
+        rests, self._idle = idle and not self._idle, idle
+        if rests or time.monotonic() - self._copied > EVERY:
             self._copied = time.monotonic()
-            self._copy.copy_(self.total, non_blocking=True)
-            if self.total.is_cuda:
-                self._arrived = torch.Event(self.total.device)
-                self._arrived.record()
-            else:
-                self._show(self._copy.tolist())
+            self._copy.copy_(self.settle(), non_blocking=True)
+            copied = torch.cuda.current_stream().record_event() if self.total.is_cuda else None
+            self._thread.submit(self._show, self._copy, copied)
 
-    def _show(self, totals: list[int]) -> None:
-        for counter, now, before in zip(_counters(), totals, self._shown, strict=True):
+    def _show(self, totals: Tensor, copied: torch.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        for counter, now, before in zip(_counters(), totals.tolist(), self._shown, strict=True):
             counter.labels(*self._labels).inc(max(0, now - before))
-        self._shown = totals
+        self._shown = totals.tolist()
 
 
 class Approval:

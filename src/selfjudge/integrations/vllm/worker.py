@@ -74,7 +74,7 @@ class JudgeWorker(Base):
         """What vLLM tries out is not counted, and nothing is said about it."""
         compiled = super().compile_or_warm_up_model()
         if self._counts is not None:
-            self._counts.total.zero_()
+            self._counts.settle().zero_()
             self._rules.warn, self._reports = logger.warning, get_tp_group().rank_in_group == 0
         return compiled
 
@@ -93,11 +93,7 @@ class JudgeWorker(Base):
 
     def selfjudge_counts(self) -> dict[str, int] | None:
         """For `collective_rpc`: what the rules did so far; None on ranks that do not sample."""
-        if self._counts is None:
-            return None
-        if self._reports:
-            self._counts.report(idle=True)
-        return self._counts.read()
+        return None if self._counts is None else self._counts.read(show=self._reports)
 
 
 def expand(
