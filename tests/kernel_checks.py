@@ -16,7 +16,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import encode
 from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Scoring
-from selfjudge.integrations.vllm.approval import Approval, count_step
+from selfjudge.integrations.vllm.approval import Approval, Counts, choose_mark, count_step
 from selfjudge.integrations.vllm.plan import DraftRows, Plan, RequestGuards
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
@@ -34,6 +34,8 @@ STEP_RULES = (
     ("fly:0.5,2", 5),
     ("margin:1", 2),
     ("margin:3", 0),
+    ("judged:0.5", 0),
+    ("judged:price=1", 1),
 )
 """Rules of requests, and where each stops to be strict."""
 
@@ -182,7 +184,7 @@ def check_approval(
 
 def check_step(device: torch.device) -> None:
     """Steps of requests in vLLM's second model runner: what `RequestGuards` and `count_step` say of the same."""
-    from selfjudge.integrations.vllm.step_triton import RequestTable
+    from selfjudge.integrations.vllm.approval_triton import RequestTable
 
     class Words:
         """A tokenizer of single characters."""
@@ -199,18 +201,21 @@ def check_step(device: torch.device) -> None:
         def decode(self, ids: list[int]) -> str:
             return "".join(self.convert_ids_to_tokens(ids))
 
-    slots, gamma, random = 6, 4, torch.Generator().manual_seed(0)
-    known = RequestGuards(Words(), slots, device)
-    table = RequestTable(slots, slots * (gamma + 1), known.structure, device)
-    rules = [guarded(RuleRequest(text, strict_start=start).resolve((), None)) for text, start in STEP_RULES]
+    slots, gamma, random, special = len(STEP_RULES), 4, torch.Generator().manual_seed(0), (6,)
+    config = JudgeConfig(16, features=FEATURES[2])
+    judge = Judge(config, torch.randn(config.width, generator=random))
+    plain, known = Approval(judge, special, device), RequestGuards(Words(), slots, device)
+    plain.fused = False
+    counts_of = Counts(device, "model", "0")
+    table = RequestTable(slots, gamma + 1, known.structure, plain.special, counts_of.total)
+    rules = [guarded(RuleRequest(text, strict_start=start).resolve(special, judge)) for text, start in STEP_RULES]
     codes = [encode(rule) for rule in rules]
     for slot, rule in enumerate(rules):
         prompt = None if slot == 5 else [5] * (slot + 1)
         known.enter(slot, rule, prompt)
-        table.enter(slot, known.begin(rule, prompt), codes[slot])
-    total = torch.zeros(4, dtype=torch.long, device=device)
-    place, counted = [slot + 1 for slot in range(5)] + [0], torch.zeros_like(total)
-    seen = 0
+        table.new[slot] = [*known.begin(rule, prompt), *codes[slot]]
+    place, counted = [0 if slot == 5 else slot + 1 for slot in range(slots)], torch.zeros_like(counts_of.total)
+    seen = approved = 0
     for step in range(12):
         order = [slot for slot in torch.randperm(slots, generator=random).tolist() if step % 3 or slot != 2]
         counts = [int(torch.randint(gamma + 1, (1,), generator=random)) for _ in order]
@@ -237,19 +242,37 @@ def check_step(device: torch.device) -> None:
         exact = known.find_exact(
             requests, batch.input_ids[newest], batch.positions[newest], drafts, rows, max(counts, default=0)
         )
-        table.prepare(batch)
+        hidden, logits = torch.randn(m + 7, 16, generator=random), torch.randn(m, 40, generator=random)
+        logits[:, : len(Words())] += 2
+        hidden, logits = hidden.to(device), logits.to(device)
+        assert plain.weights is not None
+        table.decide(batch, hidden, logits, None, fused=False)
         assert not table.flags[2, :m].any()
         predicting = torch.ones(m, dtype=torch.bool)
         predicting[ends[1:] - 1] = False
         predicting = predicting.to(device)
         assert torch.equal(table.drafts[:m][predicting], drafts)
         assert (table.drafts[:m][~predicting] == -1).all()
-        assert (table.limit[:m][~predicting] == -math.inf).all()
-        assert torch.equal(table.limit[:m][predicting] == -math.inf, exact)
+        limit = table.said[0, :m]
+        assert (limit[~predicting] == -math.inf).all()
+        assert torch.equal(limit[predicting] == -math.inf, exact)
         limits = torch.tensor([codes[order[owner]].limit for owner in rows.owner.tolist()], device=device)
-        torch.testing.assert_close(table.limit[:m][predicting][~exact], limits[~exact], equal_nan=True)
-        assert table.window[: len(order)].tolist() == [codes[slot].window for slot in order]
-        assert table.price[: len(order)].tolist() == [codes[slot].price for slot in order]
+        torch.testing.assert_close(limit[predicting][~exact], limits[~exact], equal_nan=True)
+        table.decide(batch, hidden, logits, plain.weights, fused=True)
+        at, plan = predicting.nonzero().squeeze(1), Plan([rules[slot] for slot in order], rows, counts)
+        wanted = plain(hidden[batch.logits_indices], logits, at, drafts, plan, exact)
+        decided = logits[at].argmax(1) != drafts  # the mask may say either where alignment accepts anyway
+        processed = logits + torch.randn(logits.shape, generator=random).to(device) / 9
+        marked_alone = processed[at]
+        flags = plain.mark(marked_alone, drafts, wanted)
+        middle = len(order) // 2
+        for part in (range(middle), range(middle, len(order))) if step % 2 else (range(len(order)),):
+            own = processed[ends[part.start] : ends[part.stop]]
+            table.mark(batch, table.said, own, choose_mark(logits), part, ahead=True)
+        assert torch.equal(table.flags[:, :m][:, at][:, decided], flags[:, decided])
+        assert torch.equal(table.flags[1:, :m][:, at], flags[1:])
+        torch.testing.assert_close(processed[at][decided], marked_alone[decided], atol=0, rtol=0)
+        approved += int((wanted & decided).sum()) * int((~wanted & decided).sum())
         seen += int(exact.sum()) * int((~exact).sum())
         emitted = torch.tensor([int(torch.randint(count + 1, (1,), generator=random)) + 1 for count in counts])
         flags = torch.rand(3, m, generator=random) < 0.6
@@ -260,11 +283,15 @@ def check_step(device: torch.device) -> None:
             for slot, n in zip(order, emitted.tolist(), strict=True):
                 place[slot] += n
         counted += count_step(rows, emitted.to(device), flags.to(device)[:, predicting] if marked else None)
-        table.finish(batch, emitted.int().to(device), total, marked=marked)
+        if marked:
+            table.finish(batch, emitted.int().to(device))
+        else:
+            counts_of.note(emitted.int().to(device), ends.numpy())
         state = torch.stack([known.state, known.position], 1)
         assert torch.equal(table.lines[:, :2].long(), state), step
     assert seen
-    assert torch.equal(total, counted)
+    assert approved
+    assert torch.equal(counts_of.settle(), counted)
 
 
 def check_pass(device: torch.device, dtype: torch.dtype, batch: int, width: int, heads: int, kv: int, dim: int) -> None:

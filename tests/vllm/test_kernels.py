@@ -32,3 +32,17 @@ def test_few_variants_of_kernels_serve_all_batches() -> None:
     assert set(MOST) < set(counts)
     for name, count in counts.items():
         assert count <= MOST.get(name, 4), (name, counts)
+
+
+def test_a_step_of_the_second_runner_is_few_launches_and_no_operators() -> None:
+    """Nothing is uploaded for requests that stay, and nothing runs where all are lossless."""
+    costs = json.loads(run("step_costs.py"))
+    assert costs.pop("off") == {"launches": 0, "by_the_front_end": 0, "operators": 0}
+    assert set(costs) >= {"margin:1", "margin:price=0.2", "judged:0.5", "judged:price=0.04", "mixed"}
+    for rule, cost in costs.items():
+        assert cost == {"launches": 3, "by_the_front_end": 0, "operators": 0}, rule
+
+
+def test_a_triton_that_calls_compiled_kernels_otherwise_is_asked_to_launch() -> None:
+    costs = json.loads(run("step_costs.py", OTHER_TRITON="1"))
+    assert costs["mixed"] == {"launches": 3, "by_the_front_end": 3, "operators": 0}

@@ -5,7 +5,6 @@ row i + 1 of the states has read. `worth_taking`: a program for each block walks
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -84,35 +83,26 @@ class JudgeWeights(NamedTuple):
 
     weight: Tensor
     bias: Tensor
-    limit: float  # the score is 0 where the margin is below −limit; inf for none
     constants: dict[str, Any]
-    """Of `draft_score`: least margin; whether it reads margin and previous state, in columns after the state."""
+    """Of `draft_score`: least margin; whether it reads margin and previous state, in columns after the state; the score
+    is 0 where the margin is below −limit."""
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor, features: str, lowest: float, limit: float | None) -> JudgeWeights:
         reads = {"MARGIN": "margin" in features, "PREVIOUS": "previous" in features}
-        constants = {"LOWEST": lowest, "LIMITED": limit is not None, "BLOCK": JUDGE_BLOCK}
-        return cls(weight, bias, math.inf if limit is None else limit, reads | constants)
-
-
-@triton.jit
-def among(token, special_ptr, specials, SPECIALS: tl.constexpr):
-    """Whether the token is one of the special ones."""
-    at = tl.arange(0, SPECIALS)
-    ids = tl.load(special_ptr + at, mask=at < specials, other=-1)
-    return tl.max((ids == token).to(tl.int32), 0) != 0
+        return cls(weight, bias, reads | {"LOWEST": lowest, "LIMIT": limit, "BLOCK": JUDGE_BLOCK})
 
 
 @triton.jit
 def draft_score(
-    state, step, margin, weight_ptr, bias_ptr, hidden, limit, LOWEST: tl.constexpr, MARGIN: tl.constexpr,
-    PREVIOUS: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+    state, previous, margin, weight_ptr, bias_ptr, hidden, LOWEST: tl.constexpr, MARGIN: tl.constexpr,
+    PREVIOUS: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """P(acceptable) of a draft from the state at it, log p(d) − log p(most likely) and the state a `step` before: NaN
-    where a state that is read is non-finite, 0 beyond the judge's limit of that margin."""
+    """P(acceptable) of a draft from the state at it, the one before it and log p(d) − log p(most likely): NaN where a
+    state that is read is non-finite, 0 beyond the judge's limit of that margin."""
     beyond = False
-    if LIMITED:
-        beyond = margin < -limit
+    if LIMIT is not None:
+        beyond = margin < -LIMIT
     if MARGIN:
         margin = tl.where(margin < LOWEST, LOWEST, margin)
     column = tl.arange(0, BLOCK)
@@ -124,34 +114,34 @@ def draft_score(
         finite = finite & tl.min((tl.abs(h) < float("inf")).to(tl.int32), 0)
         sums += h * tl.load(weight_ptr + first + column, mask=inside, other=0.0)
         if PREVIOUS:
-            h = tl.load(state - step + first + column, mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(previous + first + column, mask=inside, other=0.0).to(tl.float32)
             finite = finite & tl.min((tl.abs(h) < float("inf")).to(tl.int32), 0)
             sums += h * tl.load(weight_ptr + hidden + MARGIN + first + column, mask=inside, other=0.0)
     x = tl.sum(sums, 0)
     if MARGIN:
         x += margin * tl.load(weight_ptr + hidden)
     score = tl.sigmoid(x + tl.load(bias_ptr))
-    if LIMITED:
+    if LIMIT is not None:
         score = tl.where(beyond, 0.0, score)
     return tl.where(finite != 0, score, float("nan"))
 
 
 @triton.jit(do_not_specialize=("gamma",))
 def _scores(
-    hidden_ptr, logit_ptr, choice_ptr, draft_ptr, weight_ptr, bias_ptr, out_ptr, hidden_step, logit_step, hidden, limit,
-    gamma, LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr, LIMITED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    hidden_ptr, logit_ptr, choice_ptr, draft_ptr, weight_ptr, bias_ptr, out_ptr, hidden_step, logit_step, hidden, gamma,
+    LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     row = (i + i // gamma).to(tl.int64)  # blocks have γ drafts and one row more
     margin = 0.0
-    if MARGIN or LIMITED:
+    if MARGIN or LIMIT is not None:
         logits, token = logit_ptr + row * logit_step, tl.load(draft_ptr + i)
         best = tl.load(logits + tl.load(choice_ptr + row)).to(tl.float32)
         margin = tl.load(logits + token).to(tl.float32) - best  # Δ log p = Δ logit
+    previous = hidden_ptr + row * hidden_step
     score = draft_score(
-        hidden_ptr + (row + 1) * hidden_step, hidden_step, margin, weight_ptr, bias_ptr, hidden, limit, LOWEST, MARGIN,
-        PREVIOUS, LIMITED, BLOCK,
+        previous + hidden_step, previous, margin, weight_ptr, bias_ptr, hidden, LOWEST, MARGIN, PREVIOUS, LIMIT,
+        BLOCK,
     )  # fmt: skip
     tl.store(out_ptr + i, score)
 
@@ -163,9 +153,17 @@ def draft_scores(judge: JudgeWeights, hidden: Tensor, logits: Tensor, choice: Te
     hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
     _scores[(drafts.numel(),)](
         hidden, logits, choice, drafts.contiguous(), judge.weight, judge.bias, out, hidden.stride(0), logits.stride(0),
-        hidden.shape[1], judge.limit, drafts.shape[1], num_warps=4, **judge.constants,
+        hidden.shape[1], drafts.shape[1], num_warps=4, **judge.constants,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def scan(harm, aligned, worth, matching, price, window):
+    """`worth_taking` of one draft, from what the drafts after it are worth and how many of them match in a row."""
+    taken = (worth > harm) & (matching >= window)
+    longer = price + worth - tl.where(aligned, 0.0, harm)
+    return taken, tl.where(aligned | taken, longer, price), tl.where(aligned, matching + 1, 0)
 
 
 @triton.jit(do_not_specialize=("gamma",))
@@ -184,12 +182,9 @@ def _scan(
     matching = 0  # drafts in a row that match, after this one
     for back in range(count):
         at = first + count - 1 - back
-        aligned, harm = tl.load(aligned_ptr + at) != 0, tl.load(harm_ptr + at)
-        taken = (worth > harm) & (matching >= window)
+        aligned = tl.load(aligned_ptr + at) != 0
+        taken, worth, matching = scan(tl.load(harm_ptr + at), aligned, worth, matching, price, window)
         tl.store(out_ptr + at, taken)
-        longer = price + worth - tl.where(aligned, 0.0, harm)
-        worth = tl.where(aligned | taken, longer, price)
-        matching = tl.where(aligned, matching + 1, 0)
 
 
 def block_scan(harm: Tensor, aligned: Tensor, price: float | Tensor, window: Tensor | None = None) -> Tensor:
@@ -209,7 +204,7 @@ def block_scan(harm: Tensor, aligned: Tensor, price: float | Tensor, window: Ten
 
 def flat_scan(harm: Tensor, aligned: Tensor, first: Tensor, counts: Tensor, price: Tensor, window: Tensor) -> Tensor:
     """[n] `worth_taking` of blocks one after another; first row, drafts, price and window of each block are [R]."""
-    out = torch.empty_like(aligned)
+    out = torch.empty_like(aligned, dtype=torch.bool)
     _scan[(len(counts),)](
         harm, aligned, first, counts, price, window, out, 0, 0.0, FLAT=True, OWN=True, num_warps=1
     )  # fmt: skip

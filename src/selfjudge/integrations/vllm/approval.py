@@ -112,7 +112,8 @@ class Approval:
 
     def __init__(self, judge: Judge | None, special: Sequence[int], device: torch.device) -> None:
         self.judge = None if judge is None else judge.to(device)
-        self.special = torch.tensor(list(special), dtype=torch.long, device=device)
+        whole = 1 << (len(special) - 1).bit_length() if special else 0  # kernels read a power of two
+        self.special = torch.tensor([special[i % len(special)] for i in range(whole)], dtype=torch.long, device=device)
         self.fused = device.type == "cuda" and has_triton()
         self.weights = None if judge is None else judge.kernel_weights()
 
@@ -125,7 +126,10 @@ class Approval:
         if not len(drafts):  # a step of prompts alone
             return drafts >= 0
         if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
-            return self._by_kernels(hidden, logits, at, drafts, plan, exact)
+            from selfjudge.integrations.vllm.approval_triton import approvals
+
+            weights = self.weights if plan.judged else None
+            return approvals(weights, hidden, logits, at, drafts, plan, exact, self.special)
         before, states, logits = hidden[at], hidden[at + 1], logits[at]
         choice, non_finite = argmax_checked(logits)
         drafted = drafts >= 0
@@ -156,18 +160,6 @@ class Approval:
         approved = torch.cat(accepted) & ~non_finite & ~self._special(drafts) & ~self._special(choice)
         return approved if exact is None else approved & ~exact
 
-    def _by_kernels(
-        self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan, exact: Tensor | None
-    ) -> Tensor:
-        from selfjudge.integrations.vllm.approval_triton import approvals
-
-        value, limit, price, window = plan.table
-        if exact is not None:
-            limit = limit.masked_fill(exact, -math.inf)  # no value is below it
-        ahead = (plan.rows.first, plan.rows.counts, price, window) if plan.looks_ahead else None
-        judge = self.weights if plan.judged else None
-        return approvals(judge, hidden, logits, at, drafts, value, limit, self.special, ahead)
-
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
         """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place: they become
         the most likely tokens, with a probability of 1. Banned tokens (−inf) stay banned, and the guard applies to the
@@ -175,9 +167,7 @@ class Approval:
         if self.fused:
             from selfjudge.integrations.vllm.approval_triton import mark
 
-            flags = torch.empty((3, len(drafts)), dtype=torch.bool, device=logits.device)
-            mark(logits, drafts, approved, self.special, choose_mark(logits), flags)
-            return flags
+            return mark(logits, drafts, approved, self.special, choose_mark(logits))
         choice, _ = argmax_checked(logits)
         drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         at = logits.gather(1, drafts[:, None]).squeeze(1)

@@ -52,7 +52,7 @@ class DraftRows:
 class Plan:
     """What the rules of R requests ask of the rows of a step."""
 
-    def __init__(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows, sizes: Sequence[int]) -> None:
+    def __init__(self, rules: Sequence[AcceptanceRule | None], rows: Any = None, sizes: Sequence[int] = ()) -> None:
         """`sizes` [R]: how many drafts each request has, known without asking the device."""
         self.rules, self.rows, self.sizes = list(rules), rows, sizes
         self.judged = any(isinstance(rule, Judged) for rule in self.rules)

@@ -22,12 +22,12 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
-from selfjudge.decoding.rules_by_row import encode
+from selfjudge.decoding.rules_by_row import MARGIN, Code, encode
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.approval import Verification, choose_mark
-from selfjudge.integrations.vllm.approval_triton import approvals, mark
+from selfjudge.integrations.vllm.approval_triton import RequestTable
+from selfjudge.integrations.vllm.plan import Plan
 from selfjudge.integrations.vllm.signatures import exactly, has, takes, unknown
-from selfjudge.integrations.vllm.step_triton import RequestTable
 
 
 def check() -> None:
@@ -77,11 +77,11 @@ class MarkProcessor:
         self.verification, self.approval = verification, verification.approval
         self.prompts: deque[Sequence[int] | None] = deque()  # of requests about to be added, in order
         self.rules: list[AcceptanceRule | None] = [None] * slots
-        guards = verification.guards
-        self.table = RequestTable(slots, slots * (gamma + 1), guards.structure, guards.state.device)
-        self.approved: Tensor | None = None  # [rows] what is accepted; None outside of a step, or if all are lossless
+        of = verification.guards.structure, self.approval.special, verification.counts.total
+        self.table = RequestTable(slots, gamma + 1, *of)
+        self.said: Tensor | None = None  # of the rows of this step; None outside of one, or if all are lossless
         self._marked = False  # whether some rows of this step were
-        self._slots, self._asked = np.zeros(0, np.int32), list[AcceptanceRule | None]()
+        self._slots, self._asked = b"", list[AcceptanceRule | None]()
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         rule, prompt = self.verification.rules(sampling_params), self.prompts.popleft() if self.prompts else None
@@ -90,55 +90,57 @@ class MarkProcessor:
 
     def enter(self, req_idx: int, rule: AcceptanceRule | None, prompt: Sequence[int] | None) -> None:
         self.rules[req_idx] = rule
-        self.table.enter(req_idx, self.verification.guards.begin(rule, prompt), encode(rule))
-        self._slots = np.zeros(0, np.int32)
+        code = encode(rule) or Code(MARGIN, 0.0)  # any, where it has none
+        self.table.new[req_idx] = [*self.verification.guards.begin(rule, prompt), *code]
+        self._slots = b""
 
     def apply_staged_writes(self) -> None:
         """Nothing: the table is written to when a step needs it."""
 
     def decide(self, hidden: Tensor, logits: Tensor, batch: Any) -> None:
         """Ask the rules about the drafts of a batch; `hidden` are the states of all tokens of the step."""
-        slots, self.approved = batch.idx_mapping_np[: batch.num_reqs], None
-        if not np.array_equal(slots, self._slots):  # most steps have the requests of the step before
-            self._slots, self._asked = slots, [self.rules[slot] for slot in slots.tolist()]
-            codes = [encode(rule) for rule in self._asked]
-            self._judged = any(isinstance(rule, Judged) for rule in self._asked)
-            self._fused = None not in codes and (self.approval.weights is not None or not self._judged)
-            self._looks_ahead = any(code is not None and (code.price < math.inf or code.window) for code in codes)
-        if not any(self._asked):
+        slots, self.said = batch.idx_mapping_np[: batch.num_reqs].tobytes(), None
+        if slots != self._slots:  # most steps have the requests of the step before
+            self._slots, asked = slots, [self.rules[slot] for slot in batch.idx_mapping_np[: batch.num_reqs].tolist()]
+            self._asked, plan = asked if any(asked) else [], Plan(asked)
+            self._weights = self.approval.weights if plan.judged else None
+            self._fused = plan.codes is not None and plan.judged == (self._weights is not None)
+            self._ahead = self._fused and plan.looks_ahead
+        if not self._asked:
             return
-        self._marked, self._starts = False, batch.cu_num_logits_np
-        n, table = len(logits), self.table
-        table.prepare(batch)
-        states = hidden[batch.logits_indices] if self._judged else logits
-        if self._fused:
-            blocks = (batch.cu_num_logits, table.counts[: batch.num_reqs], table.price, table.window)
-            approved = approvals(
-                self.approval.weights if self._judged else None, states, logits, table.rows[:n], table.drafts[:n],
-                table.value, table.limit, self.approval.special, blocks if self._looks_ahead else None,
-            )  # fmt: skip
-        else:  # the last row of a request counts as one that predicts a missing draft
-            last = self.verification.last
-            rows = last.rows(np.diff(batch.cu_num_logits_np).tolist(), logits.device)
-            at, exact = table.rows[:n].clamp_max(n - 2), table.limit[:n] == -math.inf
-            approved = self.approval(states, logits, at, table.drafts[:n], last.plan(self._asked, rows), exact)
-        self.approved = self.verification.agree(approved)
+        self._marked, self._batch = False, batch
+        self.table.decide(batch, hidden if self._weights else logits, logits, self._weights, fused=self._fused)
+        if not self._fused:
+            self._ask(hidden[batch.logits_indices], logits, batch)
+        self.said = self.verification.agree(self.table.said)
+
+    def _ask(self, states: Tensor, logits: Tensor, batch: Any) -> None:
+        """Ask rules without a code; the last row of a request counts as one that predicts a missing draft."""
+        n, table, last = len(logits), self.table, self.verification.last
+        rows = last.rows(np.diff(batch.cu_num_logits_np).tolist(), logits.device)
+        at, exact = torch.arange(n, device=logits.device).clamp_max(n - 2), table.said[0, :n] == -math.inf
+        approved = self.approval(states, logits, at, table.drafts[:n], last.plan(self._asked, rows), exact)
+        table.said[0, :n] = torch.where(approved, 0.0, math.inf)
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
         """Called for all rows of a step, or for some of its requests after others."""
-        if self.approved is not None:
-            first = 0 if ctx is None else int(self._starts[self._slots.tolist().index(ctx.idx_mapping_np[0])])
-            part, self._marked = slice(first, first + len(logits)), True
-            drafts, flags = self.table.drafts[part], self.table.flags[:, part]
-            mark(logits, drafts, self.approved[part], self.approval.special, choose_mark(logits), flags)
+        if self.said is not None:
+            requests, batch, self._marked = range(self._batch.num_reqs), self._batch, True
+            if ctx is not None and len(logits) != batch.cu_num_logits_np[-1]:
+                first = batch.idx_mapping_np.tolist().index(ctx.idx_mapping_np[0])
+                requests = range(first, first + len(ctx.idx_mapping_np))
+            self.table.mark(batch, self.said, logits, choose_mark(logits), requests, ahead=self._ahead)
         return logits
 
     def finish(self, batch: Any, emitted: Tensor) -> None:
         """The requests of the batch got so many tokens."""
-        marked, self.approved = self.approved is not None, None
-        if marked and not self._marked:
+        if self.said is None:
+            self.verification.counts.note(emitted, batch.cu_num_logits_np)
+            return
+        self.said = None
+        if not self._marked:
             raise SelfJudgeError("this vLLM verifies drafts without a chance to mark those that a rule accepts")
-        self.table.finish(batch, emitted, self.verification.counts.total, marked=marked)
+        self.table.finish(batch, emitted)
 
 
 class MarkingBans(BadWordsState):
@@ -194,12 +196,12 @@ class SecondRunnerAdapter:
             marks.decide(states, logits, batch)
             marks.apply(logits.float() if self.listed else logits.clone(), None)  # as the sampler has them
             marks.finish(batch, zero + 1)
-        marks.verification.counts.total.zero_()
+        marks.verification.counts.settle().zero_()
 
     def before_step(self, scheduler_output: Any) -> None:
         """Note the prompts of the requests that a step adds: the sampler is not told them."""
-        new = scheduler_output.scheduled_new_reqs
-        self.marks.prompts = deque(one.prompt_token_ids for one in new if one.sampling_params is not None)
+        if new := scheduler_output.scheduled_new_reqs:
+            self.marks.prompts = deque(one.prompt_token_ids for one in new if one.sampling_params is not None)
 
     def before_sampling(self) -> None:
         """Keep the states of the step."""

@@ -58,9 +58,9 @@ class JudgeWorker(Base):
         name = served[0] if isinstance(served, (list, tuple)) else served
         self._counts = Counts(device, str(name), str(self.parallel_config.data_parallel_rank))
 
-        def agree(mask: Tensor) -> Tensor:
-            """The first rank's mask counts: one bit that differs would let ranks decode different texts."""
-            return mask if group.world_size == 1 else group.broadcast(mask.to(torch.uint8), src=0).bool()
+        def agree(said: Tensor) -> Tensor:
+            """What the first rank says counts: one bit that differs would let ranks decode different texts."""
+            return said if group.world_size == 1 else group.broadcast(said.float(), src=0).to(said.dtype)
 
         approval = Approval(self._judge, special, device)
         adapter = adapter_of(type(runner.rejection_sampler).__module__)
