@@ -70,6 +70,7 @@ class FirstRunnerAdapter:
     def before_step(self, scheduler_output: Any) -> None:
         """Nothing: this runner keeps the prompts of its requests."""
 
+    @torch.inference_mode()
     def before_sampling(self) -> None:
         """Ask the rules about the drafts that are about to be verified."""
         self._rows = self._approved = self._flags = None

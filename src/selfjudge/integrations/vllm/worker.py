@@ -78,7 +78,6 @@ class JudgeWorker(Base):
             self._rules.warn, self._reports = logger.warning, get_tp_group().rank_in_group == 0
         return compiled
 
-    @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
         if self._adapter is not None:
             self._adapter.before_sampling()
