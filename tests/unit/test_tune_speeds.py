@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +16,15 @@ from scipy import stats
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import RuleRun, plan_runs
 from selfjudge.evaluate.execute import Answerer
 from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tune.certify import Claim, decide
-from selfjudge.tune.families import find_best, list_families, plan_pairs
+from selfjudge.tune.families import LEAST_GAIN, find_best, list_families, plan_pairs
 from selfjudge.tune.speeds import Clock, Comparison, PairSearch, Timing, count_cycle_tokens, estimate_cycle_tokens
 from selfjudge.tune.trials import LoadOutcome, RuleTrial, Tuning
+from selfjudge.tune.verify import check_bet
 
 GAMMAS = (1, 2, 3, 5, 8, 12, 20, 32)
 
@@ -130,7 +134,7 @@ def test_pairs_are_each_rule_at_its_best_gamma_where_it_may_gain() -> None:
     speeds = [
         row(1, "plain", 0, 50), row(1, "exact", 3, 100), row(64, "plain", 0, 100), row(64, "exact", 1, 90),
         row(1, "strict", 3, 80), row(64, "strict", 3, 80),
-        row(1, "middle", 3, 101), row(1, "middle", 8, 102), row(64, "middle", 3, 101),
+        row(1, "middle", 3, 103), row(1, "middle", 8, 104), row(64, "middle", 3, 104),
         row(1, "loose", 20, 200), row(1, "loose", 8, 150), row(64, "loose", 8, 110), row(64, "loose", 20, 60),
     ]  # fmt: skip
     families = {"a": ("strict", "middle", "loose"), "b": ("strict",)}
@@ -141,6 +145,35 @@ def test_pairs_are_each_rule_at_its_best_gamma_where_it_may_gain() -> None:
     assert pairs == {}
     fixed = plan_pairs(families, [], (1,), 5)
     assert [(p.rule, p.gamma) for p in fixed["a"]] == [("strict", 5), ("middle", 5), ("loose", 5)]
+
+
+def test_pairs_that_cannot_be_shown_to_pay_are_left_out() -> None:
+    """Each gains over `exact`, plain decoding and the stricter pair before it. Earlier versions tested more."""
+    speeds = [row(1, "plain", 0, 60), row(1, "exact", 3, 100), row(8, "plain", 0, 100), row(8, "exact", 3, 100)]
+    speeds += [row(1, f"r{i}", 5, rate) for i, rate in enumerate((102, 104, 106, 90, 108, 140))]
+    speeds += [row(8, "r4", 3, 102), row(8, "r5", 3, 103.5)]
+    families = {"a": tuple(f"r{i}" for i in range(6))}
+    planned = [(p.rule, p.gamma, p.loads) for p in plan_pairs(families, speeds, (1, 8), 5)["a"]]
+    assert planned == [("r1", 5, (1,)), ("r4", 5, (1,)), ("r5", 3, (8,)), ("r5", 5, (1,))]
+    before = plan_pairs(families, speeds, (1, 8), 5, gain=0)["a"]
+    assert [(p.rule, p.loads) for p in before] == [
+        ("r0", (1,)), ("r1", (1,)), ("r2", (1,)), ("r4", (8,)), ("r4", (1,)), ("r5", (8,)), ("r5", (1,)),
+    ]  # fmt: skip
+
+
+def test_the_order_of_a_certificate_is_that_of_its_version() -> None:
+    """Prices 0.02 and 0.05 promised less than 3 %: they were tested once, and would not be any more."""
+    file = Path(__file__).parents[2] / "results/tune/qwen2.5-coder-1.5b/mmlu-8b-strong.json"
+    known = {**json.loads(file.read_text()), "certified": False}  # what was chosen lacks its overlap there
+    assert "5 bets" in check_bet(file, known, None)
+    with pytest.raises(SelfJudgeError, match="are not the first rules of the family priced"):
+        check_bet(file, {**known, "least_gain": LEAST_GAIN}, None)
+    fewer = [
+        row for row in known["candidates"] if not row["rule"].startswith(("margin:price=0.02", "margin:price=0.05"))
+    ]
+    check_bet(file, {**known, "least_gain": LEAST_GAIN, "candidates": fewer}, None)
+    with pytest.raises(SelfJudgeError, match="are not the first rules of the family priced"):
+        check_bet(file, {**known, "candidates": fewer}, None)
 
 
 @pytest.mark.parametrize("power", [False, True])

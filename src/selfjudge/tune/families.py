@@ -1,8 +1,8 @@
 """The rules that `tune` tries, in families from strict to loose, and the pairs of a rule and γ that it tests. No torch.
 All rules are guarded: at end-of-sequence and other special tokens the target alone decides. A rule's speed at a γ and a
 load (rows at a time) is its tokens per cycle over the seconds of such a cycle. A rule has a best γ at each load, and a
-pair is tested if it may beat `exact` and plain decoding at theirs. Speeds are measured on prompts set aside and kept in
-the certificate, so whoever verifies it finds the same pairs."""
+pair is tested if it may gain over `exact` and plain decoding at theirs, and over the stricter pair before it. Speeds
+are measured on prompts set aside and kept in the certificate, so whoever verifies it finds the same pairs."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ Families = dict[str, tuple[str, ...]]  # the rules of each family as text, from 
 RefusedRule = tuple[str, str, str]  # the family and text of a rule that does not work with the γ of a run, and why
 SplitFamilies = tuple[Families, list[RefusedRule]]
 BASELINES = ("exact", "plain")
+LEAST_GAIN = 0.03  # of a pair that is tested, by expected speeds: one that gains less cannot be shown to pay
 Speeds = Sequence[dict[str, Any]]  # rows of load, rule, γ, tokens per cycle and expected tokens/s
 
 
@@ -80,25 +81,26 @@ def find_best(speeds: Speeds, load: int, rules: Collection[str]) -> dict[str, An
     return max(rows, key=lambda row: row["tokens_per_second"], default=None)
 
 
-def is_promising(speeds: Speeds, load: int, rule: str) -> bool:
-    """Whether a rule at its best γ may be faster than `exact` and plain decoding at theirs."""
-    own, other = find_best(speeds, load, (rule,)), find_best(speeds, load, BASELINES)
-    return own is not None and (other is None or own["tokens_per_second"] > other["tokens_per_second"])
+def find_rate(speeds: Speeds, load: int, rules: Collection[str]) -> float:
+    """The expected tokens/s of the fastest of these rules at its best γ; 0 if none is known."""
+    return float((find_best(speeds, load, rules) or {"tokens_per_second": 0})["tokens_per_second"])
 
 
-def plan_pairs(families: Families, speeds: Speeds, loads: Sequence[int], gamma: int) -> Pairs:
-    """The pairs of each family that are worth testing, from strict to loose, then by γ. Families without any are left
-    out. Without speeds all rules have this `gamma`."""
+def plan_pairs(families: Families, speeds: Speeds, loads: Sequence[int], gamma: int, gain: float = LEAST_GAIN) -> Pairs:
+    """The pairs of each family, from strict to loose, then by γ, that are faster at a load, by `gain`, than `exact`,
+    plain decoding and the pair before; with 0, as it was once, than the first two. Without speeds all, at `gamma`."""
     if not speeds:
         return {name: [RulePair(rule, gamma, tuple(loads)) for rule in rules] for name, rules in families.items()}
     pairs: Pairs = {}
     for name, rules in families.items():
+        reached = {load: find_rate(speeds, load, BASELINES) for load in loads}
         for rule in rules:
             by_gamma: dict[int, list[int]] = {}
             for load in loads:
                 best = find_best(speeds, load, (rule,))
-                if best is not None and is_promising(speeds, load, rule):
+                if best is not None and best["tokens_per_second"] > (1 + gain) * reached[load]:
                     by_gamma.setdefault(int(best["gamma"]), []).append(load)
+                    reached[load] = best["tokens_per_second"] if gain else reached[load]
             if by_gamma:
                 own = [RulePair(rule, chosen, tuple(at)) for chosen, at in sorted(by_gamma.items())]
                 pairs.setdefault(name, []).extend(own)

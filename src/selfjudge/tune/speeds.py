@@ -15,7 +15,7 @@ from selfjudge.evaluate.compare import Interval
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
 from selfjudge.tasks import Prompt, Row
-from selfjudge.tune.families import BASELINES, Families, find_best, is_promising
+from selfjudge.tune.families import BASELINES, LEAST_GAIN, Families, find_best, find_rate
 from selfjudge.types import Notify, Origin, ignore, prefix_stages
 
 # Tokens of an answer that is counted or timed, by device: fewer would time prefill and what guards verify exactly.
@@ -58,6 +58,7 @@ class PairSearch:
         """Rows of plain decoding, `exact` and each family, from its loosest rule until one is too slow at all loads."""
         for rule, gamma in (("plain", 0), *(("exact", gamma) for gamma in self.gammas)):
             self._look(rule, gamma)
+        bars = {load: (1 + LEAST_GAIN) * find_rate(self.speeds, load, BASELINES) for load in self.costs}
         for rules in families.values():
             self._looser |= dict(pairwise(rules))
             start = {load: int((find_best(self.speeds, load, ("exact",)) or {})["gamma"]) for load in self.costs}
@@ -65,7 +66,7 @@ class PairSearch:
                 self.notify(f"counting the tokens of cycles, {rule}", 0.0)
                 for load in self.costs:
                     start[load] = self._climb(rule, load, start[load])
-                if not any(is_promising(self.speeds, load, rule) for load in self.costs):
+                if all(find_rate(self.speeds, load, (rule,)) <= bar for load, bar in bars.items()):
                     break
         return self.speeds
 

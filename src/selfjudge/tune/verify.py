@@ -177,7 +177,8 @@ def _plan_again(
         rules, _ = split_by_gamma(rules, gamma, judge)
     if len(known) < len(tested):
         rules["judged"] = tuple(dict.fromkeys(rule for rule, _ in tested["judged"] if rule.startswith("judged:")))
-    return plan_pairs(rules, speeds, [row["load"] for row in list_loads(certificate)], gamma)
+    loads = [row["load"] for row in list_loads(certificate)]
+    return plan_pairs(rules, speeds, loads, gamma, certificate.get("least_gain", 0))  # `LEAST_GAIN`, or an earlier one
 
 
 def _check_chosen(
