@@ -103,7 +103,7 @@ class _Timid(GammaController):
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that chooses by its own will needs no costs."""
-    monkeypatch.setattr(loop, "measure_costs", lambda engines, rows: None)
+    monkeypatch.setattr(loop, "measure_costs", lambda *_: None)
     monkeypatch.setattr(loop.BatchGamma, "time_choices", lambda self, rows, costs: None)
 
 

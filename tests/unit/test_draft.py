@@ -97,7 +97,7 @@ def test_a_head_of_prompts_of_one_token(
 ) -> None:
     """The head has no entries for them. Where γ is chosen, it reads prompts when it drafts, or when others enter."""
     plan = iter([first, 0, 0, *[2] * 60])
-    monkeypatch.setattr(loop, "measure_costs", lambda engines, rows: None)
+    monkeypatch.setattr(loop, "measure_costs", lambda *_: None)
     monkeypatch.setattr(loop.GammaController, "choose", lambda *_: next(plan))
     monkeypatch.setattr(loop.GammaController, "draft_on", lambda *_: True)
     target = tiny_model(seed=3, num_hidden_layers=4)

@@ -195,6 +195,50 @@ def test_rows_wait_until_there_is_memory_for_them(limited: Callable[[float], Non
     assert used.target.cache_bytes == fitting * ROW // 2
 
 
+@pytest.mark.parametrize("fitting", [1, 2])
+def test_a_batch_that_does_not_fit_has_fewer_rows(limited: Callable[[float], None], fitting: int) -> None:
+    """Nobody has asked for a queue: all requests are there from the start."""
+    limited((fitting + 1.5) * (ROW + LOGITS) / draft_module.CACHE_SHARE)
+    requests, used = [Request(prompt_of(120, seed), 12) for seed in range(4)], engines()
+    steps = list(decode(used, requests, Exact(), gamma=2))
+    assert_answered(steps, requests)
+    assert max(len({e.row for e in step.emissions}) for step in steps) == fitting
+    assert used.target.cache_bytes == fitting * ROW // 2
+
+
+def test_prompts_that_find_no_memory_at_a_time_are_read_apart(full: Callable[..., None]) -> None:
+    full(lambda tokens: tokens > 25)
+    requests = [Request(prompt_of(20, seed), 12) for seed in range(4)]
+    steps = list(decode(engines(), requests, Exact(), gamma=2))
+    assert_answered(steps, requests)
+    assert max(len({e.row for e in step.emissions}) for step in steps) == 4
+
+
+def test_answers_that_were_given_up_are_made_once_more(tiny_pair: Pair, no_graphs: Callable[..., None]) -> None:
+    """Two rows find memory for a cycle, and six are asked for: the others are answered after them."""
+    tiny_pair.target_model.release()
+    asked = [f"w{i} w{i + 1}" for i in range(6)]
+    alone = [generate(tiny_pair, text, raw=True, max_new_tokens=8, gamma=2).tokens for text in asked]
+    no_graphs(lambda rows: rows > 2)
+    answers = generate(tiny_pair, asked, raw=True, max_new_tokens=8, gamma=2, batch=4, engine="cuda")
+    assert [answer.tokens for answer in answers] == alone
+
+
+def test_caches_that_leave_no_room_for_longer_steps_are_made_again(limited: Callable[[float], None]) -> None:
+    """With γ = 20 after 5 the logits take four times as much, beside the same caches."""
+    used = engines()
+    used.reserve(8, 100)
+    row = sum(engine.row_bytes(100) for engine in used.static_engines)
+    used.target.vocab_size = row // 64  # as much as a quarter of a row's caches, in these few layers
+    logits = memory.LOGIT_BYTES * used.target.vocab_size
+    limited(8 * 6 * logits)
+    assert used.limit_rows(8, 100, 1.0, step_tokens=6) == 8
+    assert used.target.rows_held(100) == 8
+    limited(3.5 * (row + 21 * logits))
+    assert used.limit_rows(8, 100, 1.0, step_tokens=21) == 3
+    assert used.target.rows_held(100) == 0
+
+
 def test_caches_grow_with_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_module, "START_TOKENS", 100)
     short, long = Request(prompt_of(7), 12), Request(prompt_of(300, 1), 20)

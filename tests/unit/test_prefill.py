@@ -268,7 +268,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             original(self, tokens, counts, features)
 
         monkeypatch.setattr(kind, name, reading)
-    monkeypatch.setattr(loop, "measure_costs", lambda engines, rows: None)
+    monkeypatch.setattr(loop, "measure_costs", lambda *_: None)
     monkeypatch.setattr(loop, "GammaController", Later)
     return counted
 

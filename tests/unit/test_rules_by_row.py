@@ -103,7 +103,7 @@ def _tokens(emissions: Sequence[Emission]) -> tuple[list[int], list[str], int]:
 
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "measure_costs", lambda engines, rows: None)
+    monkeypatch.setattr(loop, "measure_costs", lambda *_: None)
 
 
 def _alone(kind: str, draft_kind: str, request: Request, gamma: int) -> tuple[list[int], list[str], int]:

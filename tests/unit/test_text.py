@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from conftest import tiny_model
 from equality import greedy
 from selfjudge.decoding.answer import Detokenizer
+from selfjudge.decoding.cycle import Cycle
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.decoding.text import Batch, generate, stream
+from selfjudge.decoding.text import Batch, generate, prepare, stream
 from selfjudge.engine import select
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
@@ -216,6 +217,31 @@ def test_a_stream_has_no_result_before_its_end(byte_pair: Pair) -> None:
     answer = stream(byte_pair, "x", raw=True)
     with pytest.raises(SelfJudgeError, match="not finished"):
         _ = answer.generation
+
+
+@pytest.mark.parametrize("engine", ["cpu", "cuda"])
+def test_rows_are_refilled_while_prompts_wait(tiny_pair: Pair, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of many lengths, four at a time: what each says is as before, and cycles have more rows."""
+    limits = [3, 40, 5, 8, 30, 4, 6, 25, 7, 3, 9, 35, 5, 4, 20, 6]
+    asked = [f"w{i % 9} w{i % 7 + 1}" for i in range(len(limits))]
+    decoding, requests = prepare(tiny_pair, asked, "exact", {"raw": True, "gamma": 2, "engine": engine})
+    requests = [request._replace(max_new_tokens=limit) for request, limit in zip(requests, limits, strict=True)]
+    alone = [decoding.answer([request], 1, ())[0].tokens for request in requests]
+    cycles: list[int] = []
+    original = Cycle.run
+
+    def run(self: Cycle, *arguments: Any) -> Any:
+        cycles.append(len(self.last))
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Cycle, "run", run)
+    apart = [answer for i in range(0, 16, 4) for answer in decoding.answer(requests[i : i + 4], 4, ())]
+    before = cycles.copy()
+    cycles.clear()
+    together = decoding.answer(requests, 4, ())
+    assert [answer.tokens for answer in together] == alone == [answer.tokens for answer in apart]
+    assert max(cycles) == max(before) == 4
+    assert len(cycles) < 0.75 * len(before)
 
 
 def test_stop_strings_end_one_row_and_never_show(tiny_pair: Pair) -> None:

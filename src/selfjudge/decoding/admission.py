@@ -50,6 +50,7 @@ class AdmissionQueue:
     rows: int  # maximum rows at a time
     length: int  # maximum tokens of a row, prompt and answer; caches of static engines begin shorter, and grow
     waiting: deque[Request] = field(default_factory=deque)  # requests in the order of their arrival
+    patient: bool = False  # whether nobody waits for first tokens: prompts are then read many at a time
     crowded: bool = False  # whether other batches wait for their turn: prompts are then read in small chunks
 
     def put(self, request: Request) -> None:

@@ -2,13 +2,14 @@
 In a cycle the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many are accepted, both caches
 are rewound, and each row gets its accepted drafts plus one token of the target. γ = 0 is plain decoding.
 Between steps rows leave that have finished or were cancelled. With an `AdmissionQueue`, new rows enter once their
-prompts have been read, a chunk at a time (`prefill.py`)."""
+prompts have been read, a chunk at a time (`prefill.py`). Requests that there is no memory for at a time wait in one."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -68,21 +69,19 @@ def decode(
         measured = measured or any(request.gamma in (None, "auto") for request in requests)
     requests = check_requests(engines, requests, rule, gamma)
     if measured:
-        measure_costs(engines, len(requests))
+        measure_costs(engines, len(requests), queue)
     if not gamma:
         engines = replace(engines, draft=None)
     chooser = BatchGamma(engines, rule, int(gamma), trace, controller, statistics)
     batch = _LiveBatch(engines, rule, int(gamma), eos_ids, trace, chooser)
-    if queue is None:
-        yield batch.start(requests)
-    else:
-        batch.enqueue(requests, queue)
-    yield from _steps(batch, queue or AdmissionQueue(0, 0), set() if cancelled is None else cancelled)
+    queue, first = batch.begin(requests, queue)
+    yield from first
+    yield from _steps(batch, queue, set() if cancelled is None else cancelled)
 
 
-def measure_costs(engines: BatchEngines, rows: int) -> None:
+def measure_costs(engines: BatchEngines, rows: int, queue: AdmissionQueue | None = None) -> None:
     """Measure what cycles of so many rows cost, unless it is known. Static engines are measured in a batch instead."""
-    costs = find_statistics(engines).costs
+    costs, rows = find_statistics(engines).costs, rows if queue is None else min(rows, queue.rows)
     if not engines.target.static and engines.draft is not None and not costs.covers(rows):
         _measure(engines, costs, rows)
 
@@ -220,19 +219,22 @@ class _LiveBatch:
         self.prefill = Prefill(self.engines, self.gamma + 1, may_postpone=chooses)
         self.by_row = self.rule if isinstance(self.rule, RowRules) else None
 
-    def start(self, requests: Sequence[Request]) -> Step:
-        """Prefill all requests at once and let them enter."""
-        group = PrefillGroup(list(enumerate(requests)), self.engines.target.device)
-        group.begin(self.engines, self.gamma + 1)
-        group.postpones = self.prefill.postpones(0)
-        group.read_all()
-        return self._enter(group, [], 0)
-
-    def enqueue(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
-        """Queue the first requests before all others, and reserve the caches."""
-        self.queued = True
+    def begin(self, requests: Sequence[Request], queue: AdmissionQueue | None) -> tuple[AdmissionQueue, list[Step]]:
+        """Let all requests enter at once, unless there is a queue or no memory for all; these go before those in it."""
+        n, tokens, longest = len(requests), self.gamma + 1, max(map(count_longest, requests))
+        if queue is None and self.engines.limit_rows(n, longest + tokens, step_tokens=tokens) == n:
+            group = PrefillGroup(list(enumerate(requests)), self.engines.target.device)
+            with suppress(torch.OutOfMemoryError):
+                group.begin(self.engines, tokens)
+                group.postpones = self.prefill.postpones(0)
+                group.read_all()
+            if not group.unread:
+                return AdmissionQueue(0, 0), [self._enter(group, [], 0)]
+            self.engines.release_spare()
+        queue, self.queued = queue or AdmissionQueue(n, longest, patient=True), True
         queue.waiting.extendleft(reversed(requests))
-        self.prefill.make_room(queue, max(map(count_longest, requests)))  # if there is none, `admit` gives requests up
+        self.prefill.make_room(queue, longest)  # if there is none, `admit` gives requests up
+        return queue, []
 
     def join(self, alive: list[int]) -> Step:
         """Let a group whose prompts have been read enter after the live rows."""

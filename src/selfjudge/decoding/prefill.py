@@ -14,6 +14,7 @@ from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BACKLOG, BatchEngines
 from selfjudge.engine.prefixes import count_positions
 from selfjudge.models.device import send
+from selfjudge.models.memory import PASS_TOKENS
 from selfjudge.types import Emission
 
 START_TOKENS = 2048  # tokens of a row in the static caches of a queue, before it asks for more
@@ -201,7 +202,9 @@ class Prefill:
             else:
                 self.given_up.append(number)
         self.cycles = 0 if admitted else self.cycles
-        chunk = max(self.engines.target.chunk, 2 * alive * self.step_tokens)  # what `read` reads at a time
+        chunk = max(
+            self.engines.target.chunk, 2 * alive * self.step_tokens, PASS_TOKENS * queue.patient
+        )  # as in `read`
         groups: list[tuple[int, list[tuple[int, Request]]]] = []  # longest part of a prompt that is read; rows
         for number, request in admitted:
             found = self.engines.find_blocks(request.prompt, request.salt)

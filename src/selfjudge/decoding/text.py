@@ -12,7 +12,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast, overload
 
-from selfjudge.decoding.admission import AdmissionQueue, Request, check_gamma, limit_request, read_ids
+from selfjudge.decoding.admission import AdmissionQueue, Request, check_gamma, count_longest, limit_request, read_ids
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
 from selfjudge.decoding.cycle import CAPTURED_CYCLES
@@ -81,7 +81,7 @@ class GenerateOptions(AnswerOptions, total=False):
     """Options of `generate` alone."""
 
     batch: int
-    """Prompts that are decoded together (default 8)."""
+    """Prompts that are decoded at a time (default 8)."""
     seeds: Sequence[int] | None
     """A seed for every prompt; by default it follows from `seed` and the prompt's index."""
 
@@ -361,17 +361,20 @@ class Decoding:
         return request._replace(structured=request.structured or asks_for_structure(text))
 
     def answer(self, requests: Sequence[Request], batch: int, stop: Sequence[str]) -> list[Generation]:
-        """Answer all requests, `batch` at a time; in the order given."""
+        """Answer all requests, at most `batch` at a time: others enter as answers end. In the order given."""
         requests = [self.examine(request) for request in requests]
-        lengths = [len(request.prompt) for request in requests]
-        by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # similar lengths together: little padding
+        left = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))  # similar lengths: little padding
         results: dict[int, Generation] = {}
-        for start in range(0, len(by_length), batch):
-            rows = by_length[start : start + batch]
-            answers = [Answer(self.pair.tokenizer, stop, lengths[i], streamed=bool(stop)) for i in rows]
-            for _ in self.steps([requests[i] for i in rows], dict(enumerate(answers))):
+        while left:
+            asked = [requests[i] for i in left]
+            answers = [Answer(self.pair.tokenizer, stop, len(r.prompt), streamed=bool(stop)) for r in asked]
+            queue = AdmissionQueue(batch, max(map(count_longest, asked)), patient=True)
+            for _ in self.steps(asked, dict(enumerate(answers)), queue=queue if len(left) > batch or results else None):
                 pass
-            results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
+            given_up = [i for i, a in zip(left, answers, strict=True) if a.out_of_memory and not requests[i].edits]
+            again = given_up if len(given_up) < len(left) else []  # beside fewer others
+            results |= {i: a.generation() for i, a in zip(left, answers, strict=True) if i not in again}
+            left = again
         return [results[i] for i in range(len(requests))]
 
     def steps(
@@ -385,7 +388,7 @@ class Decoding:
         dropped, warned = set() if dropped is None else dropped, False
         with self.engines.borrow(hidden=self.rows_rule.judge is not None) as engines:
             if self.gamma == "auto" and requests:
-                measure_costs(engines, len(requests))  # no part of an answer's time
+                measure_costs(engines, len(requests), queue)  # no part of an answer's time
             for answer in answers.values():
                 answer.started = time.perf_counter()
             for step in decode(
@@ -402,7 +405,7 @@ class Decoding:
                     warned = True
                     warnings.warn("non-finite logits or hidden states: alignment alone decided there", stacklevel=2)
                 yield _hand_out(step, answers, dropped)
-        for request in requests if queue is None else ():
+        for request in requests if queue is None or queue.patient else ():
             check_edits(request.edits)
 
 

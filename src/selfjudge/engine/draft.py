@@ -340,10 +340,13 @@ class BatchEngines:
     ) -> int:
         """How many of these rows, each of at most `length` tokens, `reserve` finds room for in this share of memory.
         A row needs its part of the caches and the logits of `step_tokens` tokens; so do rows that are read `aside`.
-        Where there is too little, idle engines of the same models lose their caches."""
-        if (held := self.rows_held(length)) >= rows:
-            return rows
+        Where there is too little, idle engines lose their caches, and these theirs if no room is left for logits."""
         logits = LOGIT_BYTES * self.target.vocab_size * step_tokens
+        free, held = free_memory(self.target.device) if self.static_engines else None, self.rows_held(length)
+        if held >= rows and (free is None or free >= rows * logits):
+            return rows
+        for engine in self.static_engines if held >= rows else ():
+            held = engine.release() or 0
         row = logits + sum(engine.row_bytes(length) for engine in self.static_engines)
         for last in (False, True):
             free = free_memory(self.target.device)
