@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_page, describe_baseline, describe_result
 from selfjudge.store.run_folder import LoadWatch
-from selfjudge.tune.certify import share_delta
+from selfjudge.tune.certify import Claim, decide, share_delta
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.pipeline import tune_pair
 from selfjudge.tune.recipe import Recipe
@@ -145,6 +146,53 @@ def test_broken_off_and_gone_on_with_it_ends_in_the_same_bytes(
     assert not (out / "recipe.json").exists()
     tune_pair(tiny_pair, out, config)
     assert content(out) == content(undisturbed)
+
+
+def test_a_call_answers_several_batches_and_each_is_kept(
+    tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are refilled: a call takes more prompts the more were tested; the parts stay a batch each."""
+    original, asked = TorchAnswerer.answer, list[tuple[str, int, int | None]]()
+
+    def answer(self: TorchAnswerer, prompts: Any, rule: Any, *more: Any) -> Any:
+        asked.append((rule.name, len(prompts), self.batch))
+        if len(asked) > 4:
+            raise KeyboardInterrupt
+        return original(self, prompts, rule, *more)
+
+    out, slow = tmp_path / "tuned", replace(config, epsilon=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchAnswerer, "answer", answer)
+        with pytest.raises(KeyboardInterrupt):
+            tune_pair(tiny_pair, out, slow)
+    assert asked[:4] == [("exact", 5, 5), ("margin", 5, 5), ("exact", 10, 5), ("margin", 10, 5)]
+    parts = sorted((out / "work").glob("*.jsonl"))
+    assert [part.name[-8:-6] for part in parts] == ["00", "01", "02"] * 2
+    assert {len(part.read_text().splitlines()) for part in parts} == {5}
+    tune_pair(tiny_pair, out, slow)
+    monkeypatch.setenv("SELFJUDGE_LEDGER", str(tmp_path / "other"))  # a first attempt, too
+    whole = tune_pair(tiny_pair, tmp_path / "whole", slow)
+    assert content(out) == content(whole.folder)
+
+
+def test_a_call_takes_what_the_time_and_the_bet_leave() -> None:
+    trial: Any = SimpleNamespace(certified=False, claim=Claim(0.1, 0.05, 400), observations=[0.0] * 24)
+    tuning: Any = SimpleNamespace(job=SimpleNamespace(sizes=[1] * 400, batch=8), pace=1.0)
+    soonest = decide(trial.claim, trial.observations).soonest
+    assert soonest is not None
+
+    def count(number: int, seconds: float) -> int:
+        return Tuning._count_parts(tuning, trial, number, time.monotonic() + seconds)
+
+    assert count(3, 1e6) == 4
+    assert count(20, 1e6) == max(1, -(-soonest // 8) - 20)
+    assert count(3, 8.5) == 2  # two seconds each, in half of the time
+    assert count(3, 0.0) == 1
+    tuning.pace = math.inf
+    assert count(3, 1e6) == 1  # how long a batch takes is not known yet
+    trial.certified, tuning.pace = True, 1.0
+    assert count(49, 1e6) == 1
+    assert count(30, 1e6) == 20
 
 
 def test_killed_while_the_answers_are_removed_the_next_call_removes_them(

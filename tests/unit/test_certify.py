@@ -169,6 +169,17 @@ def test_what_is_refuted_stays_so_whatever_follows() -> None:
     assert after.log_capital[-1] < 0
 
 
+def test_the_soonest_certificate_is_that_of_unchanged_scores() -> None:
+    claim = Claim(0.1, 0.05, 200)
+    seen = [0.0, 1.0, -1.0, *[0.0] * 10]
+    soonest = decide(claim, seen).soonest
+    assert soonest is not None
+    assert soonest > len(seen)
+    assert not decide(claim, [*seen, *[0.0] * (soonest - 1 - len(seen))]).certified
+    assert decide(claim, [*seen, *[0.0] * (soonest - len(seen))]).refuted_at == soonest
+    assert decide(claim, [1.0] * 150).soonest is None
+
+
 def test_hopeless_is_given_up_early_and_never_too_early() -> None:
     claim = Claim(0.1, 0.05, 100)
     lost = decide(claim, [1.0] * 12)

@@ -44,6 +44,7 @@ class Answerer(ABC):
     engine: str  # name of what runs the models
     one_gamma = False  # whether another γ takes another start of the engine: then γ is not measured
     trace = False  # whether answers are to say what the target wanted at judged tokens, which takes some time
+    batch: int | None = None  # prompts that our loop decodes at a time; None: all
     captures = False  # whether a trace takes captured graphs of its own
 
     @property
@@ -84,7 +85,7 @@ class TorchAnswerer(Answerer):
             rule,
             gamma=gamma,
             max_new_tokens=max_new_tokens,
-            batch=len(prompts),
+            batch=self.batch or len(prompts),
             seeds=seeds,
             trace=self.trace,
         )
@@ -222,11 +223,9 @@ def trace_again(answerer: Answerer, answers: Sequence[Generation], batch: int, *
     """The answers, decoded again in batches with a trace unless they have one; those that rounding changes stay."""
     if all(answer.judged_tokens for answer in answers) or not isinstance(answerer, TorchAnswerer):
         return answers
-    (prompts, rule, gamma, most, seeds), again, answerer.trace = asked, list[Generation](), True
-    for start in range(0, len(prompts), batch):
-        part = slice(start, start + batch)
-        again += answerer.answer(prompts[part], rule, gamma, most, seeds[part])[0]
-    answerer.trace = False
+    answerer.batch, answerer.trace = batch, True
+    again, _ = answerer.answer(*asked)
+    answerer.batch, answerer.trace = None, False
     return [new if new.tokens == old.tokens else old for old, new in zip(answers, again, strict=True)]
 
 

@@ -89,6 +89,7 @@ class Decision:
     refuted_at: int | None  # prompts after which E[D] > ε was refuted: the claim is certified, whatever follows
     futile: bool  # whether it is not certified and will hardly be, so that the prompts are better spent on another rule
     log_capital: Floats
+    soonest: int | None = None  # prompts after which it is certified if no more scores change; None if after none
 
     @property
     def certified(self) -> bool:
@@ -105,10 +106,11 @@ def decide(claim: Claim, differences: Sequence[float] | Floats) -> Decision:
     used = len(differences)
     rest = np.zeros(max(0, claim.n - used))
     capital = compute_log_capital(claim, np.concatenate([np.asarray(differences, float), rest]))
-    reached = np.flatnonzero(capital[:used] >= claim.goal)
-    at = int(reached[0]) + 1 if len(reached) else None
-    futile = capital.max(initial=0.0) < claim.goal or is_hopeless(claim, np.asarray(differences, float))
-    return Decision(at, at is None and futile, capital[:used])
+    reached = np.flatnonzero(capital >= claim.goal)
+    soonest = int(reached[0]) + 1 if len(reached) else None
+    at = None if soonest is None or soonest > used else soonest
+    futile = soonest is None or is_hopeless(claim, np.asarray(differences, float))
+    return Decision(at, at is None and futile, capital[:used], soonest)
 
 
 def is_hopeless(claim: Claim, differences: Floats) -> bool:

@@ -1,4 +1,4 @@
-"""A tuning run: calibration prompts decoded under a rule, batch by batch, each once, and tested against `exact`."""
+"""A tuning run: calibration prompts decoded under a rule, each once, and tested against `exact` batch by batch."""
 
 import math
 import time
@@ -17,17 +17,18 @@ from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.schema import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks import Row
 from selfjudge.tune import certify
-from selfjudge.tune.calibration import CalibrationPrompt, TuneJob, remark
+from selfjudge.tune.calibration import TuneJob, remark
 from selfjudge.tune.certify import Claim, Decision, Floats
 from selfjudge.tune.config import GAMMAS
-from selfjudge.tune.families import BASELINES, Pairs, find_best, plan_pairs
+from selfjudge.tune.families import BASELINES, LEAST_GAIN, Pairs, find_best, plan_pairs
 from selfjudge.tune.speeds import COUNTED_PROMPTS, TIMED_TOKENS, Clock, Comparison, PairSearch
-from selfjudge.types import Notify, Warn, default_gamma
+from selfjudge.types import Generation, Notify, Warn, default_gamma
 
 DIGITS = 4  # digits of D; a certificate holds it as it was bet on
 COMPARED = 2  # certified pairs that are timed against `exact` at a load: those of the largest expected speeds
+CALL_SECONDS = 120.0  # that a call takes about, at most: what is killed loses no more
 RESERVED = 0.25  # share of the time that is kept for that, and as much at most for the choice of γ
-SLOW = "it is not expected to be faster than exact or plain decoding at any load"
+SLOW = f"it is not expected to be faster by {LEAST_GAIN:.0%} than exact, plain decoding and a stricter rule"
 Speed = tuple[float, Interval]  # a ratio of speeds and its interval
 
 
@@ -191,6 +192,7 @@ class Tuning:
         self.tested_until = self.begun + seconds * (1 - RESERVED if job.config.times else 1)
         self.gamma = job.config.gamma or default_gamma(job.answerer.device)
         """γ of all rules where none is chosen; of `exact`, which trials are compared with, after the choice its own."""
+        self.pace = math.inf  # seconds of a batch under one rule, as last measured
 
     def run(self) -> TuneResult:
         """Choose pairs, test them, and choose for each load. Families that γ excludes leave their share of δ to the
@@ -282,41 +284,62 @@ class Tuning:
         trial.stopped = len(trial.differences) < prompts
 
     def _decode_next(self, trial: RuleTrial, deadline: float) -> bool:
-        """Decode the trial's next batch, and `exact` on it; False if there is none, or if the time is up."""
-        job, batch = self.job, self.job.batch
-        number = math.ceil(len(trial.samples) / batch)
-        prompts = job.prompts[number * batch : (number + 1) * batch]
-        if not prompts or time.monotonic() >= deadline:
+        """Test the trial on its next batch; False if there is none, or if the time is up and it is not decoded yet.
+        A call decodes several, which are tested one by one: those that turn out not to be needed do not count."""
+        job, number = self.job, math.ceil(len(trial.samples) / self.job.batch)
+        prompts = job.prompts[number * job.batch : (number + 1) * job.batch]
+        arms = ("exact", job.plan("exact", self.gamma)), (trial.name, job.plan(trial.rule, trial.gamma))
+        known = [self._read(*arm, number) for arm in arms]
+        if prompts and not all(known) and time.monotonic() < deadline:
+            parts = range(number, number + self._count_parts(trial, number, deadline))
+            for arm in arms:
+                self._decode(*arm, parts)
+            known = [self._read(*arm, number) for arm in arms]
+        if not (prompts and all(known)):
             return False
-        exact = self._decode("exact", job.plan("exact", self.gamma), number, prompts)
-        samples = self._decode(trial.name, job.plan(trial.rule, trial.gamma), number, prompts, exact)
-        for prompt, other, sample in zip(prompts, exact, samples, strict=True):
+        for prompt, other, sample in zip(prompts, *known, strict=True):
             trial.differences.append(round(job.measure.compare(prompt, other, sample), DIGITS))
-        trial.samples += samples
-        trial.exact += exact
+        trial.exact, trial.samples = trial.exact + known[0], trial.samples + known[1]
         return True
 
-    def _decode(
-        self, name: str, run: RuleRun, number: int, prompts: Sequence[CalibrationPrompt], exact: Sequence[Row] = ()
-    ) -> list[Row]:
-        """Samples of a batch under a rule, from the folder if it was decoded before. Where nothing was substituted, the
-        score is that of `exact`, if given."""
-        job, name = self.job, f"{name}-{number:05d}"
-        file = self.folder.work / f"{name}.jsonl"
-        if self.folder.sealed(name, run.identity, PartSeal) is None:
-            seeds = [row_seed(0, number * job.batch + i) for i in range(len(prompts))]
-            texts = [prompt.prompt for prompt in prompts]
-            job.answerer.trace = not job.answerer.captures
-            answers, seconds = job.answerer.answer(texts, run.rule, run.gamma, job.max_new_tokens, seeds)
-            job.answerer.trace = False  # what is timed is not traced
-            same = [i for i in range(len(exact)) if "judge" not in answers[i].origins]
-            scores = {i: (exact[i]["answer"], exact[i]["scores"]) for i in same}
-            others = [i for i in range(len(prompts)) if i not in scores]
-            scored = job.measure.score([prompts[i] for i in others], [answers[i].text for i in others])
-            scores |= dict(zip(others, scored, strict=True))
-            write_rows(file, [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)])
-            self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)
-        return list(read_rows(file, PartSample))
+    def _count_parts(self, trial: RuleTrial, number: int, deadline: float) -> int:
+        """How many batches a call decodes after the first `number`: one more than these, at most what certifies the
+        rule if no more scores change, and what half of the time left suffices for."""
+        soonest = None if trial.certified else certify.decide(trial.claim, trial.observations).soonest
+        wanted = math.ceil(sum(self.job.sizes[:soonest]) / self.job.batch) - number
+        affordable = min(CALL_SECONDS, (deadline - time.monotonic()) / 2) / (2 * self.pace)
+        return max(1, min(number + 1, wanted, int(affordable)))
+
+    def _read(self, name: str, run: RuleRun, number: int) -> list[Row]:
+        """The samples of a batch under a rule; none if the folder does not have them."""
+        sealed = self.folder.sealed(f"{name}-{number:05d}", run.identity, PartSeal) is not None
+        return list(read_rows(self.folder.work / f"{name}-{number:05d}.jsonl", PartSample)) if sealed else []
+
+    def _decode(self, name: str, run: RuleRun, parts: Sequence[int]) -> None:
+        """Decode those of these batches that the folder lacks in one call, so that rows are refilled as answers end.
+        Where nothing was substituted, the score is that of `exact`, which has them already."""
+        job, begun = self.job, time.monotonic()
+        if not (parts := [number for number in parts if not self._read(name, run, number)]):
+            return
+        places = [i for n in parts for i in range(len(job.prompts))[n * job.batch : (n + 1) * job.batch]]
+        texts, seeds = [job.prompts[i].prompt for i in places], [row_seed(0, i) for i in places]
+        job.answerer.batch, job.answerer.trace = job.batch, not job.answerer.captures
+        answers, seconds = job.answerer.answer(texts, run.rule, run.gamma, job.max_new_tokens, seeds)
+        job.answerer.batch, job.answerer.trace = None, False  # what is timed is not traced
+        exact = [row for number in parts for row in self._read("exact", job.plan("exact", self.gamma), number)]
+        rows = self._score(places, answers, exact)
+        for place, part in enumerate(f"{name}-{number:05d}" for number in parts):
+            write_rows(self.folder.work / f"{part}.jsonl", rows[place * job.batch : (place + 1) * job.batch])
+            self.folder.seal(part, [f"work/{part}.jsonl"], run.identity, seconds=seconds)
+        self.pace = (time.monotonic() - begun) / len(parts)
+
+    def _score(self, places: Sequence[int], answers: Sequence[Generation], exact: Sequence[Row]) -> list[Row]:
+        prompts = [self.job.prompts[i] for i in places]
+        scores = {i: (row["answer"], row["scores"]) for i, row in enumerate(exact) if "judge" not in answers[i].origins}
+        others = [i for i in range(len(prompts)) if i not in scores]
+        scored = self.job.measure.score([prompts[i] for i in others], [answers[i].text for i in others])
+        scores |= dict(zip(others, scored, strict=True))
+        return [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)]
 
     def _find_speeds(self) -> list[Row]:
         """Expected speeds of all rules (`speeds.PairSearch`) on the prompts set aside. None if γ is given, times are
