@@ -36,8 +36,7 @@ class LogProbabilities(LogitsEdit):
 
     @torch.no_grad()
     def read_prompt(self, target: Engine, prompt: Sequence[int]) -> Iterator[None]:
-        """Note the tokens of a prompt before those of its answer, by passes of an engine that holds nothing else; other
-        work may be done after each."""
+        """Note the tokens of a prompt before those of its answer, pass by pass on an engine that holds nothing else."""
         self.noted.append(TokenLogprobs(prompt[0], None, ()))
         target.reserve(1, len(prompt))
         for begin in range(0, len(prompt) - 1, PROMPT_CHUNK):

@@ -93,8 +93,7 @@ class Trainer:
         return min(1.0, spent)
 
     def run(self) -> TrainingState:
-        """Train until the schedule is spent or evaluations bring no more gain; the learner then has its best weights.
-        A checkpoint that exists is continued."""
+        """Train, from a checkpoint if there is one, until the schedule or all gain ends; the best weights are kept."""
         evaluations = self.schedule.evaluations
         evaluated, notified, saved = math.floor(self.share * evaluations), 0.0, time.monotonic()
         try:

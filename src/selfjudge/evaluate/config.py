@@ -108,8 +108,7 @@ class TaskExamples:
 
 
 def check_examples(config: EvalConfig) -> bool:
-    """Refuse tasks whose examples cannot be loaded; returns whether the target may have to judge summaries, for which
-    it needs full precision."""
+    """Refuse tasks whose examples cannot be loaded; returns whether the target may judge, in full precision."""
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
     return config.nli != "off" and any(examples.has_stories for examples in tasks)
 

@@ -180,8 +180,7 @@ def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress:
 
 
 def exported_head(target: str, draft: str, *, steps: int = 5) -> Path | None:
-    """The folder of a head that vLLM loads: its own, or for a compact head HOME/heads/KEY, made when first asked for.
-    None for a draft that is not a head."""
+    """The folder of a head that vLLM loads: its own, or HOME/heads/KEY of a compact one, made once. Else None."""
     if (folder := head_folder(draft)) is None:
         return None
     if not (folder / COMPACT).is_file():

@@ -58,23 +58,15 @@ def list_loads(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(certificate), *({**certificate, **row} for row in certificate["more_loads"])]
 
 
-def _is_single(certificate: Mapping[str, Any]) -> bool:
-    """Whether every prompt is a group of its own."""
-    return re.fullmatch(r"(\d+\*)?1|", certificate["groups"]) is not None
-
-
-def _trim(share: float) -> str:
-    return points(share).removesuffix(".0")
-
-
 def _change(ratio: float) -> str:
     return fixed(100 * (ratio - 1), 0, "+")
 
 
 _describe = Sentences(
-    "certificate.txt", gains=GAINS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN, trimmed=_trim,
-    ratio=_change, plain_wins=plain_wins, has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified,
-    is_single=_is_single, find_closest=_find_closest,
+    "certificate.txt", gains=GAINS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN,
+    trimmed=lambda share: points(share).removesuffix(".0"), ratio=_change, plain_wins=plain_wins,
+    has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified,
+    is_single=lambda known: re.fullmatch(r"(\d+\*)?1|", known["groups"]) is not None, find_closest=_find_closest,
 )  # fmt: skip
 describe_baseline = partial(_describe, "baseline")  # how `exact` and plain decoding do
 describe_verdict = partial(_describe, "verdict")  # gain and loss, for a reader without statistics

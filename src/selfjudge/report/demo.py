@@ -32,15 +32,16 @@ def demo_page(result: Mapping[str, Any]) -> str:
     been stopped. A row with `tokens` (see `make_token_rows`) shows its first answer token by token, others as plain
     text. `gain` is the question on the large model, with rows of its own."""
     rows: list[dict[str, Any]] = result["rows"]
-    gain = result.get("gain") or {"rows": []}
+    gain, findings = result.get("gain") or {"rows": []}, describe_result(result)
+    notes = _say("notes", result, "" if "busy" in " ".join(findings) else result.get("busy", ""))  # busy: said once
     return render(
         "demo.html",
         title="Speculative decoding on this machine",
-        findings=describe_result(result),
+        findings=findings,
         gain=gain if gain["rows"] else None,
         gain_table=gain_table(gain) if gain["rows"] else None,
         gain_answers=[_answer(row) for row in gain["rows"]],
-        table=Table("rules", "Rules side by side", COLUMNS, tuple(rows), _describe_notes(result)) if rows else None,
+        table=Table("rules", "Rules side by side", COLUMNS, tuple(rows), notes) if rows else None,
         pair=result.get("pair") or "the small pair",
         prompt=result.get("prompt") or "",
         answers=[_answer(row) for row in rows if row.get("tokens") or row.get("example")],
@@ -63,11 +64,6 @@ def describe_result(result: Mapping[str, Any]) -> list[str]:
         return ["The demo was stopped before a judge had answered."]
     best = max(judged, key=lambda row: row["mean_accepted_length"] or 0.0)
     return [_say("gained_small", best, rows["exact"], result.get("busy", "")), _say("cost_small", best)]
-
-
-def _describe_notes(result: Mapping[str, Any]) -> str:
-    said = "busy" in " ".join(describe_result(result))  # once on the page is enough
-    return _say("notes", result, "" if said else result.get("busy", ""))
 
 
 _say = Sentences("demo.txt", glossary=GLOSSARY)

@@ -40,15 +40,12 @@ def signed_points(value: float | None) -> str:
     return signed(None if value is None else 100 * value, 1)
 
 
-def contains_zero(interval: Any) -> bool:
-    return interval is not None and interval[0] <= 0 <= interval[1]
-
-
 def change(value: float | None, interval: Any, few: bool) -> str:
     """A change of the score in points, if its interval shows one; `few` examples show nothing."""
     if few:
         return "too few prompts to tell"
-    return "no change shown" if contains_zero(interval) else f"{signed_points(value)} points"
+    unclear = interval is not None and interval[0] <= 0 <= interval[1]
+    return "no change shown" if unclear else f"{signed_points(value)} points"
 
 
 def percent(value: Any) -> str:

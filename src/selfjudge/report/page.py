@@ -28,8 +28,7 @@ TABLES = "tables.md"  # a folder that holds it is one of a report
 
 
 def report(folders: Sequence[Path], out: Path) -> Content:
-    """Write the page `out` and, in a folder of the same name, tables.md. Returns the rows of the tables, the number of
-    runs and what was left out."""
+    """Write the page `out` and, in a folder of its name, tables.md. Returns its rows, runs and what was left out."""
     check_page(out)
     beside = out.with_suffix("")
     if beside.is_dir() and any(beside.iterdir()) and not (beside / TABLES).is_file():

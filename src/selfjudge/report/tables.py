@@ -226,7 +226,9 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
     return (
         word_column("rule", "rule", below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
         GAMMA,
-        Column("n", "n", formats.whole, _say_scored),
+        Column(
+            "n", "n", formats.whole, lambda r: "" if r["n_scored"] in (None, r["n"]) else f"{r['n_scored']:,} scored"
+        ),
         PER_PASS,
         Column("Δm", "delta_m", formats.signed, "delta_m_ci", "against exact"),
         Column("m ratio", "m_ratio", formats.fixed, "m_ratio_ci", "m over that of exact"),
@@ -258,11 +260,6 @@ def _list_substitutions(row: Row) -> str:
     """The most frequent tokens that were taken against the target's choice."""
     pairs = sorted(row["substitutions"], key=lambda pair: (-pair[2], pair))[:PAIRS_SHOWN]
     return ", ".join(f"{quote_token(choice)} → {quote_token(taken)} × {n}" for choice, taken, n in pairs)
-
-
-def _say_scored(row: Row) -> str:
-    """How many of n examples are scored, where not all are."""
-    return "" if row["n_scored"] in (None, row["n"]) else f"{row['n_scored']:,} scored"
 
 
 def _other_measure(name: str) -> Column:

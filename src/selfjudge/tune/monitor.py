@@ -4,8 +4,7 @@ refutes E[D] ≤ bound. The bound is ε if overlap was certified, else the most 
 that has lost its capital on good requests would not notice bad ones, so it begins anew every n requests. Round j has
 the share δ/(j(j + 1)), and all rounds together are wrong with probability ≤ δ. Figures of every answer show whether
 requests have changed: whether the prompt asks for code or structure, passes per token, the share of substitutions. A
-certificate's `scope` has the interval of the mean of each over its own prompts. Two bets watch the ends of each
-interval; half of δ is theirs."""
+certificate's `scope` has the interval of each mean over its own prompts. Two bets watch its ends, with half of δ."""
 
 from __future__ import annotations
 

@@ -208,8 +208,7 @@ class StrictRoute(APIRoute):
 
 
 class Guard:
-    """An ASGI application around another one: what it answers is counted, logged and has the id of its request, which
-    the client sent or which is new."""
+    """An ASGI application around another one: what it answers is counted, logged and has a request id, sent or new."""
 
     def __init__(self, app: ASGI, scheduler: Scheduler) -> None:
         self.app, self.metrics, self.max_bytes = app, scheduler.metrics, scheduler.config.max_body

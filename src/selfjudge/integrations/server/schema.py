@@ -1,5 +1,4 @@
-"""Bodies of requests, as OpenAI's and vLLM's clients send them. What would change an answer and is not supported is
-refused by name."""
+"""Bodies of requests of OpenAI's and vLLM's clients. What would change an answer and is unknown is refused by name."""
 
 from __future__ import annotations
 
@@ -64,14 +63,11 @@ def _read_bias(value: Any) -> Any:
     return {int(token): float(bias) for token, bias in value.items()}
 
 
-def _read_schema(value: Any) -> Any:
-    return parse_json(value) if isinstance(value, str) else value  # vLLM's clients may send text
-
-
 T = TypeVar("T")
 FailFast = Annotated[T, Field(fail_fast=True)]  # at the first wrong element: errors of a million take seconds
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-Schema = Annotated[dict[str, Any] | None, BeforeValidator(_read_schema)]
+_from_text = BeforeValidator(lambda value: parse_json(value) if isinstance(value, str) else value)  # of vLLM's clients
+Schema = Annotated[dict[str, Any] | None, _from_text]
 Choices = Annotated[FailFast[list[str]], Field(min_length=1, max_length=MOST_CHOICES)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=512)]

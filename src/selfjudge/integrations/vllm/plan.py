@@ -2,8 +2,7 @@
 
 vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i. The guards of
 relaxed rules (`decoding.guards`) keep the state of each request's text on the device: of the text before its newest
-token, which the next step reads. Steps without drafts are not seen: where positions show that a token was missed, the
-rest of the answer is verified exactly."""
+token, which the next step reads. Steps without drafts are not seen: after a missed token all is verified exactly."""
 
 from __future__ import annotations
 
