@@ -202,9 +202,12 @@ class Prefill:
             else:
                 self.given_up.append(number)
         self.cycles = 0 if admitted else self.cycles
-        chunk = max(
-            self.engines.target.chunk, 2 * alive * self.step_tokens, PASS_TOKENS * queue.patient
-        )  # as in `read`
+        # as in `read`
+        chunk = max(self.engines.target.chunk, 2 * alive * self.step_tokens, PASS_TOKENS * queue.patient)
+        self._form_groups(admitted, chunk)
+
+    def _form_groups(self, admitted: Sequence[tuple[int, Request]], chunk: int) -> None:
+        """Prompts of which a chunk has room for the unread parts, padded, are read together."""
         groups: list[tuple[int, list[tuple[int, Request]]]] = []  # longest part of a prompt that is read; rows
         for number, request in admitted:
             found = self.engines.find_blocks(request.prompt, request.salt)

@@ -1,5 +1,4 @@
 """Tuning: rules from strict to loose, each tested against `exact` until decided → a recipe and its certificate.
-
 <out>/
     settings.json             what the run was begun with
     work/RULE-00000.jsonl     `batch` answers each, of `exact` and of every rule tried; they go when all is decided

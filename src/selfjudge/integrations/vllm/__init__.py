@@ -1,5 +1,4 @@
 """Our rules inside vLLM (docs/vllm.md). Importing this package does not import vLLM; `JudgeWorker` does.
-
 --worker-cls selfjudge.integrations.vllm.JudgeWorker --additional-config '{"selfjudge": {"judge": FOLDER}}'"""
 
 from typing import TYPE_CHECKING

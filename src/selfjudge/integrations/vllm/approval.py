@@ -123,8 +123,9 @@ class Approval:
         """[n] which drafts their rules accept, as in our own loop. Row `at[i]` of the target's logits [m, V] predicts
         draft i; the row after it of the states [m, H] has read that draft. Never those in `exact` [n], missing drafts
         (−1), special tokens and non-finite rows. Where alignment accepts a draft anyway, the mask may say either."""
+        drafted = drafts >= 0
         if not len(drafts):  # a step of prompts alone
-            return drafts >= 0
+            return drafted
         if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
             from selfjudge.integrations.vllm.approval_triton import approvals
 
@@ -132,10 +133,10 @@ class Approval:
             return approvals(weights, hidden, logits, at, drafts, plan, exact, self.special)
         before, states, logits = hidden[at], hidden[at + 1], logits[at]
         choice, non_finite = argmax_checked(logits)
-        drafted = drafts >= 0
         # a missing draft is a token that is not the target's, in a row that counts as non-finite: all rules reject it
         drafts = torch.where(drafted, drafts.long(), (choice + 1) % logits.shape[-1])
         non_finite = non_finite | ~drafted
+        exact = torch.zeros_like(drafted) if exact is None else exact
         scores = torch.full_like(drafts, math.nan, dtype=torch.float32)
         if plan.judged:
             assert self.judge is not None
@@ -152,13 +153,12 @@ class Approval:
                 block = Block(
                     drafts[None, here],
                     logits[None, with_last],  # no rule looks at the row after the last draft
-                    scores=None if rule.judge is None else scores[None, here],
+                    scores=scores[None, here] if rule.judge else None,
                     argmax=(choice[None, with_last], non_finite[None, with_last]),
-                    exact_only=None if exact is None else exact[None, here],
+                    exact_only=exact[None, here],
                 )
                 accepted.append(rule(block).judged[0])
-        approved = torch.cat(accepted) & ~non_finite & ~self._special(drafts) & ~self._special(choice)
-        return approved if exact is None else approved & ~exact
+        return torch.cat(accepted) & ~(non_finite | self._special(drafts) | self._special(choice) | exact)
 
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
         """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place: they become

@@ -1,5 +1,4 @@
 """The target inside vLLM, whatever its size and however many devices it is spread over.
-
 `label` has two engines in turn: the first generates the responses, the second returns hidden states (token pooling).
 This process holds nothing of the target but the output matrix, which turns states into likelihoods as in `label.score`.
 Branches share their prefix with the response through vLLM's prefix cache.

@@ -1,5 +1,4 @@
 """Which request owns each draft of a step, and what its rule asks of it; does not import vLLM.
-
 vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i. The guards of
 relaxed rules (`decoding.guards`) keep the state of each request's text on the device: of the text before its newest
 token, which the next step reads. Steps without drafts are not seen: after a missed token all is verified exactly."""

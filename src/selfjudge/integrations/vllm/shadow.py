@@ -1,5 +1,4 @@
 """The monitor (`tune.monitor`) in front of vLLM's server: an ASGI middleware, named by vLLM's `--middleware`.
-
 A share of the greedy requests that name no rule is asked again with `off`, once at most half of the engine's places are
 taken. After a refutation, requests that name no rule are sent on with `off`. A request of more than LARGEST bytes may
 name one: it is passed on as it comes, not asked again, and refused after a refutation. vLLM gives a middleware no

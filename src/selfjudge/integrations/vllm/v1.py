@@ -1,5 +1,4 @@
 """vLLM's first model runner (`vllm.v1.worker.gpu_model_runner`): CPUs, and draft models on GPUs up to 0.30.
-
 Logits, drafts and hidden states are in `execute_model_state` before sampling begins: the rules are asked there, on the
 target's own rows. The rejection sampler then works on a copy of the logits, where approved drafts are marked."""
 

@@ -1,5 +1,4 @@
 """vLLM's second model runner (`vllm.v1.worker.gpu`): GPUs with Triton; heads in 0.26, draft models from 0.31.
-
 A request with k drafts owns k + 1 rows of logits; row i predicts the token that row i + 1 has read. Approved drafts are
 marked after penalties and bans, before temperature: by the last logits processor or, in 0.26, by the last ban."""
 

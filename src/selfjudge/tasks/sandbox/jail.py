@@ -1,5 +1,4 @@
 """Runs one untrusted program where it can do no harm. A script that `runner.py` starts; imports Python's own modules.
-
     outside (this process)  →  init (process 1 of a new process namespace)  →  the program
 
 The program sees read-only Python and system libraries, and an empty `/tmp` in memory. It has no network, no capability
