@@ -247,7 +247,8 @@ class InProcess:
 
     def totals(self) -> dict[str, float]:
         device = self.scheduler.pair.target.device
-        figures = {"tokens_total": self.scheduler.metrics.total("tokens_total")}
+        found = self.scheduler.metrics.registry.restricted_registry([f"{PREFIX}tokens_total"]).collect()
+        figures = {"tokens_total": sum(sample.value for metric in found for sample in metric.samples)}
         if device.type == "cuda":
             figures["device_memory_bytes_allocated"] = torch.cuda.memory_allocated(device)
             figures["device_memory_bytes_reserved"] = torch.cuda.memory_reserved(device)
