@@ -64,7 +64,7 @@ def best(runs: Rows) -> dict[str, Any]:
     return max(runs, key=lambda run: run["tokens_per_second"])
 
 
-def beside_vllm(file: str, task: str, batch: int) -> dict[str, float]:
+def beside_vllm(file: str, task: str, batch: int, of_repeats: Callable[[list[float]], float] = max) -> dict[str, float]:
     """Every engine of one task and batch size, and the share of answers of `exact` that are those of plain decoding."""
     row: dict[str, float] = {}
     answers: dict[str, list[str]] = {}
@@ -75,8 +75,8 @@ def beside_vllm(file: str, task: str, batch: int) -> dict[str, float]:
     ):  # fmt: skip
         runs = [run for run in modes.get(mode, {"runs": []})["runs"] if _of(run, setting, task, batch)]
         if runs:
-            run = best(runs)
-            row |= {column: run["tokens_per_second"], "n": run["n"], f"m-{column}": run.get("mean_accepted_length", 1)}
+            run, speed = best(runs), of_repeats([run["tokens_per_second"] for run in runs])
+            row |= {column: speed, "n": run["n"], f"m-{column}": run.get("mean_accepted_length", 1)}
             answers[column] = run.get("answers", [])
     if answers.get("exact"):
         row["same"] = sum(map(str.__eq__, answers["plain"], answers["exact"])) / len(answers["exact"])
@@ -148,9 +148,9 @@ def figures() -> Figures:
     for task in ("gsm8k", "dolly"):
         for batch in (1, 8, 64):
             rows[f"h200-{task}-{batch}"] = beside_vllm(BESIDE_VLLM, task, batch)
-            rows[f"worker-{task}-{batch}"] = beside_vllm(WORKER, task, batch)
+            rows[f"worker-{task}-{batch}"] = beside_vllm(WORKER, task, batch, median)
         for batch in (1, 16):
-            rows[f"big-{task}-{batch}"] = beside_vllm(INSIDE["8.4 B"], task, batch)
+            rows[f"big-{task}-{batch}"] = beside_vllm(INSIDE["8.4 B"], task, batch, median)
         for host, folder in CPUS.items():
             rows[f"{host}-{task}"] = beside_llama(f"{folder}/llama-cpp-qwen2.5-coder-1.5b-{task}.json")
         for batch in (1, 8, 32, 128, 512):
