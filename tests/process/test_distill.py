@@ -28,7 +28,7 @@ from selfjudge.distill.learners import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.checkpoint import read_packed
-from selfjudge.models.convert import draft_model, shipped_draft
+from selfjudge.models.convert import build_draft, read_compact_draft
 from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
@@ -241,7 +241,7 @@ def test_a_student_and_its_ordinary_model_agree(kind: str, hidden_size: int) -> 
     ids = torch.randint(VOCAB, (3, 17), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = student.hidden(ids) @ student.output().T
-        model = draft_model(student.tensors(), student.raw, target)
+        model = build_draft(student.tensors(), student.raw, target)
         assert model.config.model_type == kind
         assert torch.allclose(model(ids).logits, expected, atol=1e-4)
     assert expected.isfinite().all()
@@ -253,7 +253,7 @@ def test_any_architecture_can_have_a_student(any_model: hf.PreTrainedModel) -> N
     student = Student(any_model, shape(1, 64))
     ids = torch.tensor([[5, 9, 2, 7]])
     with torch.no_grad():
-        model = draft_model(student.tensors(), student.raw, any_model)
+        model = build_draft(student.tensors(), student.raw, any_model)
         assert torch.allclose(model(ids).logits, student.hidden(ids) @ student.output().T, atol=1e-4)
 
 
@@ -409,5 +409,5 @@ def test_a_damaged_compact_draft_is_named(tmp_path: Path) -> None:
     (tmp_path / "draft.safetensors").write_bytes((tmp_path / "draft.safetensors").read_bytes()[:-100])
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(SelfJudgeError, match=r"cannot read|has no model") as caught:
-            shipped_draft(folder, target)
+            read_compact_draft(folder, target)
         assert "\n" not in str(caught.value)

@@ -26,7 +26,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.pipeline import distill_draft
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.convert import shipped_draft
+from selfjudge.models.convert import read_compact_draft
 from selfjudge.models.gguf import GgufFile
 from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
@@ -123,7 +123,7 @@ def test_a_whole_run(pair: Pair, checkpoints: dict[str, str], settings: DistillC
     best = {name.removeprefix("best."): tensor for name, tensor in weights.items() if name.startswith("best.")}
     pack_student(best, json.loads((out / "config.json").read_text()), tmp_path / "compact")
     write_model(pair.target, tmp_path / "target.gguf", {})
-    packed = shipped_draft(tmp_path / "compact", GgufFile(tmp_path / "target.gguf")).state_dict()
+    packed = read_compact_draft(tmp_path / "compact", GgufFile(tmp_path / "target.gguf")).state_dict()
     assert packed.keys() == model.state_dict().keys()
     for name, whole in model.state_dict().items():
         assert (packed[name] - whole).norm() <= 0.02 * whole.norm(), name

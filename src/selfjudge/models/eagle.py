@@ -35,15 +35,10 @@ from selfjudge.models.gguf import FULL_PRECISION, gguf_file
 from selfjudge.models.shape import ROTARY, Shape, describe
 from selfjudge.models.tokens import context_window
 from selfjudge.store import read_json, whole_tensors, write_json
-from selfjudge.store.schema import HeadFile, HeadShape, conform
+from selfjudge.store.schema import HeadConfig, HeadFile, HeadShape, conform
 
 FORMAT = "0.3.0"  # of speculators, whose fields these are
 COMPACT = "head.safetensors"
-_FIXED = {  # options of public heads, each with the one value that our heads have
-    "num_hidden_layers": 1, "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    "norm_before_fc": False, "fc_norm": False, "norm_output": False, "num_aux_hidden_states": 3,
-    "use_aux_hidden_state": True,
-}  # fmt: skip
 _WRITTEN = (  # what is written of a head's layer
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_parameters",
@@ -318,37 +313,31 @@ def read_shape(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, dict
     """The shape of the head in a folder, and all that its config says; a shape that ours cannot have is refused."""
     file = folder / "config.json"
     record = read_json(file, HeadFile)
-    kind = record.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise SelfJudgeError(f"{file}: a draft of type {kind!r} cannot be used: only eagle3")
     shape = conform(record.get("transformer_layer_config", record), HeadShape, file)
     eagle = record.get("eagle_config") or {}
-    options: dict[str, Any] = {k: v for said in (shape, record, eagle) for k, v in said.items() if v is not None}
-    for key, ours in {**_FIXED, "target_hidden_size": shape["hidden_size"]}.items():
-        if (value := options.get(key, ours)) != ours:
-            raise SelfJudgeError(f"{file}: a head with {key} {value!r} cannot be used: only {ours!r}")
+    said = {key: value for part in (shape, record, eagle) for key, value in part.items() if value is not None}
+    options: dict[str, Any] = conform(said, HeadConfig, file)
     layers = options.get("eagle_aux_hidden_state_layer_ids") or auxiliary_layers(len(decoder_layers(target)))
-    low_middle_high = sorted(layers)
-    if len(low_middle_high) != 3:
-        raise SelfJudgeError(f"{file}: a head that reads {len(low_middle_high)} layers cannot be used: only three")
+    low, middle, high = sorted(layers)
     layer = {key: shape[key] for key in get_type_hints(HeadShape) if shape.get(key) is not None}
     try:
         config = EagleConfig(
             LlamaConfig(**{"num_hidden_layers": 1, "rms_norm_eps": 1e-6, **layer}),
-            aux_layers=(low_middle_high[0], low_middle_high[1], low_middle_high[2]),
+            aux_layers=(low, middle, high),
             draft_vocab_size=record.get("draft_vocab_size") or shape["vocab_size"],
             norm_before_residual=bool(record.get("norm_before_residual", "speculators_model_type" in record)),
         )
     except Exception as error:  # transformers raises many kinds
         raise SelfJudgeError(f"{file}: the shape of its layer cannot be read: {first_line(error)}") from None
-    _check_shape(config, file)
+    _check_shape(config, options.get("target_hidden_size", config.hidden_size), file)
     return config, record
 
 
-def _check_shape(config: EagleConfig, file: Path) -> None:
+def _check_shape(config: EagleConfig, target_width: int, file: Path) -> None:
     """Refuse what no head can have."""
     layer = config.layer
     wrong = {
+        "target_hidden_size": (target_width, target_width != config.hidden_size),
         "num_key_value_heads": (layer.num_key_value_heads, layer.num_attention_heads % layer.num_key_value_heads != 0),
         "draft_vocab_size": (config.draft_vocab_size, config.draft_vocab_size > config.vocab_size),
         "rope_parameters": (layer.rope_parameters, layer.rope_parameters.get("rope_type") not in ROTARY),

