@@ -145,7 +145,7 @@ class Mutants:
 
         folder = self._copy("checkpoint")
         self._change(folder, dice, "config.json", "model.safetensors")
-        loader = Loader.choose(str(folder), "cpu", None, None, False, None)
+        loader = Loader.choose(str(folder), "cpu", None, None, False)
         target, _ = loader.load_target(str(folder))
         make_engine(target).extend(torch.tensor([[3, 9, 1]]))
 

@@ -163,7 +163,7 @@ def test_a_checkpoint_with_such_heads(checkpoints: dict[str, str], tmp_path: Pat
     model.config.num_key_value_heads = 3
     shutil.copytree(checkpoints["target"], tmp_path / "target")
     model.save_pretrained(tmp_path / "target")
-    loader = Loader.choose(str(tmp_path / "target"), "cpu", None, None, False, None)
+    loader = Loader.choose(str(tmp_path / "target"), "cpu", None, None, False)
     with pytest.raises(SelfJudgeError, match="cannot share 3 key heads evenly"):
         loader.load_target(str(tmp_path / "target"))
 
@@ -226,7 +226,7 @@ def test_finite_weights_whose_logits_are_not(name: str, checkpoints: dict[str, s
     checkpoint.save_pretrained(tmp_path / "target")
     with pytest.raises(SelfJudgeError, match=r"m\.gguf gives logits that are not finite"):
         run(tmp_path / "m.gguf")
-    loader = Loader.choose(str(tmp_path / "target"), "cpu", None, None, False, None)
+    loader = Loader.choose(str(tmp_path / "target"), "cpu", None, None, False)
     target, _ = loader.load_target(str(tmp_path / "target"))
     for kind in ("cpu", "reference"):
         with pytest.raises(SelfJudgeError, match=r"target gives logits that are not finite"):

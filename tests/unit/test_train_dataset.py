@@ -173,7 +173,7 @@ def test_the_first_tokens_of_a_suffix_can_be_passed_over(labels: Path, gap: int)
 
 def test_stored_labels_are_left_alone(tmp_path: Path) -> None:
     """Where nothing is asked for: those of other methods do not follow from scores at all."""
-    made = label_folder(tmp_path / "labels", method="autojudge", tau=-3.0)  # `label` took a τ here that it did not use
+    made = label_folder(tmp_path / "labels", method="autojudge")
     rows = LabelledRows.load([made])
     assert rows.labels.tolist() == [row["label"] for found, _ in read_shards(made) for row in found]
     assert rows.taus == [None]

@@ -71,7 +71,7 @@ def plan_memory(model: str, draft: str | None, hardware: DeviceOptions) -> dict[
     from selfjudge.models.memory import MemoryNeed, count_weights, measure_draft, measure_need, outline_model
     from selfjudge.models.tokens import context_window
 
-    loader = Loader.choose(model, hardware.device, hardware.dtype, None, False, None)
+    loader = Loader.choose(model, hardware.device, hardware.dtype, None, False)
     if hardware.gpu_memory is not None:
         limit_memory(loader.device, hardware.gpu_memory)
     outline, device = outline_model(model), loader.device.type

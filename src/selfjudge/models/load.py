@@ -161,7 +161,7 @@ class Loader:
         dtype: str | torch.dtype | None,
         draft_dtype: str | None,
         full_precision: bool,
-        progress: Notify | None,
+        progress: Notify = ignore,
     ) -> Loader:
         """The device and the formats that these options of `Pair.load` mean for a target."""
         where = choose_device(device)
@@ -178,7 +178,7 @@ class Loader:
         if draft_dtype and floats != torch.float32:
             raise SelfJudgeError("`draft_dtype` int8 needs a target in float32")
         draft_int8 = True if draft_dtype or int8 else None if q4 or by_default else False
-        return cls(where, floats, q4, int8, draft_int8, progress or ignore)
+        return cls(where, floats, q4, int8, draft_int8, progress)
 
     def load_target(self, reference: str) -> tuple[Target, PreTrainedTokenizerBase]:
         """A causal LM and its tokenizer."""

@@ -22,7 +22,7 @@ from selfjudge.models.load import Draft, Loader, Target
 from selfjudge.models.pull import served_reference
 from selfjudge.models.tokens import context_window, end_ids, special_ids
 from selfjudge.store import fingerprint, home, locked
-from selfjudge.types import Notify
+from selfjudge.types import Notify, ignore
 
 Prompt = str | Sequence[Mapping[str, str]]  # a user message, or a whole conversation as chat messages
 
@@ -48,7 +48,7 @@ class Pair:
         needs_draft: bool = True,
         full_precision: bool = False,
         gpu_memory: str | None = None,
-        progress: Notify | None = None,
+        progress: Notify = ignore,
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
         folder of an EAGLE-3 head, ours or one in the format of speculators or of EAGLE's own code.
@@ -168,7 +168,7 @@ class Pair:
         return ids
 
 
-def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Notify | None = None) -> None:
+def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Notify = ignore) -> None:
     """Write the head `draft` of a target as vLLM loads it, in place of what was exported to `out` before.
     Target and draft are named as for `Pair.load`; `steps` is how many tokens vLLM drafts by default."""
     check_export(draft, out)

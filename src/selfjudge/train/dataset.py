@@ -17,7 +17,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import feature_width, prompt_key
 from selfjudge.judge.model import join_features
 from selfjudge.label.config import find_shipped_tau
-from selfjudge.label.folder import Arrays, Row, read_manifest, read_responses, read_shards
+from selfjudge.label.folder import Arrays, Row, name_shard_files, read_manifest, read_responses, read_shards
 from selfjudge.label.methods import compute_tau
 from selfjudge.label.score import sum_scores
 from selfjudge.store import read_tensors
@@ -83,10 +83,10 @@ class LabelledRows:
         columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
         shards: list[_Shard] = []
         numbers: dict[str, int] = {}  # of prompts, by key
-        for index, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
+        for index, folder in enumerate(folders):
             keys = {row["prompt_id"]: prompt_key(row["prompt_ids"]) for row in read_responses(folder)}
-            for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
-                file = folder / list(shard["files"])[1]
+            for number, (rows, arrays) in enumerate(read_shards(folder)):
+                file = folder / name_shard_files(number)[1]
                 _check_rows(file, rows, arrays, keys)
                 columns["labels"].append(np.asarray([row["label"] for row in rows], np.int8))
                 columns["log_p"].append(arrays["log_p"])
@@ -107,7 +107,7 @@ class LabelledRows:
             folders=list(folders),
             manifests=manifests,
             hidden_size=int(manifests[0]["hidden_size"]),
-            taus=[_read_tau(manifest) for manifest in manifests],
+            taus=[manifest["tau"] for manifest in manifests],
             suffix_lengths=[manifest["suffix_length"] for manifest in manifests],
             keys=list(numbers),
             n_prompts=len(numbers),
@@ -263,11 +263,6 @@ def _split_chunks(waiting: Sequence[Chunk], most: int, device: torch.device | No
     joined = (torch.cat(parts) for parts in zip(*waiting, strict=True))
     for columns in zip(*(column.split(most) for column in joined), strict=True):
         yield Chunk(*(column.to(device) for column in columns))
-
-
-def _read_tau(manifest: Mapping[str, Any]) -> float | None:
-    """τ of the one method that has it: older folders of other methods carry one that nothing used."""
-    return manifest["tau"] if manifest["method"] == "selfjudge" else None
 
 
 def _check_one_target(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
