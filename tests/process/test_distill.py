@@ -23,7 +23,7 @@ import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
 from selfjudge.distill.config import DistillConfig, Schedule
-from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, teacher
+from selfjudge.distill.data import Corpus, Dataset, list_jobs, read_top_k
 from selfjudge.distill.learners import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
@@ -103,17 +103,16 @@ def test_every_answer_is_made_once_and_a_file_has_one_temperature(
 ) -> None:
     monkeypatch.setattr(data_module, "CHUNK", size)
     rows = [{"held_out": i < 3, "answers": answers if i % 2 else 1} for i in range(11)]
-    wanted = jobs(rows, seed=5)
+    parts = list_jobs(rows, seed=5)
+    wanted = [job for part in parts for job in part]
     assert sum(job.prompt < 3 for job in wanted) == 3
     assert len(wanted) == sum(1 if i < 3 else row["answers"] for i, row in enumerate(rows))
     sampled = [job.seed for job in wanted if job.temperature]
     assert len(set(sampled)) == len(sampled)
-    made: list[Job] = []
-    for part in chunks(wanted):
+    assert len({(job.prompt, job.seed, job.held_out) for job in wanted}) == len(wanted)
+    for part in parts:
         assert 0 < len(part) <= size
         assert len({(job.temperature, job.held_out) for job in part}) == 1
-        made += part
-    assert sorted(map(repr, made)) == sorted(map(repr, wanted))
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
@@ -125,7 +124,7 @@ def test_the_teacher_is_the_targets_own_distribution(
     options = {"final_logit_softcapping": 2.0} if kind == "gemma2" else {}
     pair = replace(tiny_pair, target_model=Target(tiny_model(kind, seed=3, **options)))
     _, sequences = made_up([(3, 5), (1, 9), (12, 1), (4, 4), (2, 20), (6, 6)])
-    log_p, index = teacher(pair, sequences, 6)
+    log_p, index = read_top_k(pair, sequences, 6)
     expected_p, expected_i = [], []
     for prompt, answer in sequences:
         with torch.no_grad():

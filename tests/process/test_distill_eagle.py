@@ -27,11 +27,11 @@ from selfjudge.distill.learners import (
     DECAY,
     HeadLearner,
     chain_attention,
-    draft_vocabulary,
+    choose_draft_vocabulary,
+    count_cycles,
     measure_sizes,
     new_head,
     read_batch,
-    simulate,
 )
 from selfjudge.distill.pipeline import distill_draft
 from selfjudge.errors import SelfJudgeError
@@ -169,19 +169,19 @@ def test_what_is_measured_is_what_decoding_would_give() -> None:
 
 
 def test_a_simulated_answer() -> None:
-    assert simulate([]) == (0, 0)
-    assert simulate([0, 0, 0]) == (3, 3)
-    assert simulate([2, 9, 9, 0, 1, 0]) == (6, 3)
+    assert count_cycles([]) == (0, 0)
+    assert count_cycles([0, 0, 0]) == (3, 3)
+    assert count_cycles([2, 9, 9, 0, 1, 0]) == (6, 3)
 
 
 def test_the_draft_vocabulary_is_what_answers_are_made_of() -> None:
     corpus = corpus_of([(2, 4), (1, 3)])
     corpus.tokens = torch.tensor([9, 9, 5, 5, 7, 30, 9, 7, 5, 40], dtype=torch.int32)  # prompts: 9 9, and 9
-    counts = corpus.counts(VOCAB)
+    counts = corpus.count_tokens(VOCAB)
     assert {i: int(n) for i, n in enumerate(counts) if n} == {5: 3, 7: 2, 30: 1, 40: 1}
-    assert draft_vocabulary(corpus, VOCAB, 4, [2]).tolist() == [2, 5, 7, 30]
-    assert draft_vocabulary(corpus, VOCAB, 7, [2]).tolist() == [0, 1, 2, 5, 7, 30, 40]
-    assert draft_vocabulary(corpus, VOCAB, VOCAB, [2, 9999]).tolist() == list(range(VOCAB))
+    assert choose_draft_vocabulary(corpus, VOCAB, 4, [2]).tolist() == [2, 5, 7, 30]
+    assert choose_draft_vocabulary(corpus, VOCAB, 7, [2]).tolist() == [0, 1, 2, 5, 7, 30, 40]
+    assert choose_draft_vocabulary(corpus, VOCAB, VOCAB, [2, 9999]).tolist() == list(range(VOCAB))
 
 
 def test_some_prompts_of_every_source_are_held_out() -> None:

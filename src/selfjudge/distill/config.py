@@ -11,7 +11,7 @@ from selfjudge.types import check_settings, setting
 
 KINDS = read_json(Path(__file__).with_name("kinds.json"))
 """Defaults of each kind of draft: prompts, answers to each, schedule. A head gains most from broad prompts."""
-HEAD = 64  # width of an attention head of the draft
+HEAD_DIM = 64  # columns of an attention head of the student
 FREE = ("minutes", "steps", "batch", "data_minutes")
 """Settings that may differ when a run is resumed: more training is fine, and memory decides the batch."""
 
@@ -35,7 +35,7 @@ class DistillConfig:
 
     kind: str = setting("layers", "A small model, or a head that reads the target's states.", choices=tuple(KINDS))
     layers: int = setting(4, "Layers of the draft (kind layers).", minimum=1)
-    width: int = setting(384, f"Width of the draft, a multiple of {HEAD} (kind layers).", minimum=HEAD)
+    width: int = setting(384, f"Width of the draft, a multiple of {HEAD_DIM} (kind layers).", minimum=HEAD_DIM)
     inner: int | None = setting(None, "Width of its feed-forward layers; 8/3 of the width if not given.", minimum=1)
     draft_vocab: int = setting(16384, "Tokens that a head can propose, the most frequent (kind eagle3).", minimum=2)
     unroll: int = setting(5, "Steps that a head is trained to draft in a row (kind eagle3).", minimum=1, maximum=20)
@@ -66,8 +66,8 @@ class DistillConfig:
     def check(self) -> None:
         """Refuse what cannot work before any model is loaded."""
         check_settings(self)
-        if self.width % HEAD:
-            raise SelfJudgeError(f"`width` must be a multiple of {HEAD}, not {self.width}")
+        if self.width % HEAD_DIM:
+            raise SelfJudgeError(f"`width` must be a multiple of {HEAD_DIM}, not {self.width}")
         apply_limit(self.sources, None)  # refuses a source that is named twice
 
     def as_settings(self) -> dict[str, Any]:

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,7 @@ class DataMaker:
     def _answers(self, rows: Sequence[Row], spent: float) -> list[Path]:
         """Files of answers, held-out first, others mixed, within `data_minutes`; the prompts took `spent` seconds."""
         limit, order = self.config.data_minutes, random.Random(self.config.seed)  # noqa: S311
-        parts = list(enumerate(chunks(jobs(rows, self.config.seed))))
+        parts = list(enumerate(list_jobs(rows, self.config.seed)))
         parts.sort(key=lambda part: (not part[1][0].held_out, order.random()))
         files: list[Path] = []
         for done, (number, part) in enumerate(parts):
@@ -144,7 +143,7 @@ class DataMaker:
         }
         if config.kind == "layers":
             tell(f"{stage}, top-k", 0.0)
-            arrays["log_p"], arrays["index"] = teacher(self.pair, sequences, config.top_k)
+            arrays["log_p"], arrays["index"] = read_top_k(self.pair, sequences, config.top_k)
         write_tensors(self.run.work / f"{name}.safetensors", arrays)
         return self.run.seal(name, [f"work/{name}.safetensors"], self.origin, **self._seconds(begun))
 
@@ -162,30 +161,22 @@ def choose_held_out(sources: Sequence[str], count: int) -> set[int]:
     return {i for _, i in ranked[:count]} or {0}
 
 
-def jobs(rows: Sequence[Row], seed: int) -> list[Job]:
-    """Every answer to make: of held-out prompts first, greedy alone, then of the others by temperature."""
-    every = [Job(i, 0.0, 0, True) for i, row in enumerate(rows) if row["held_out"]]
-    training = [i for i, row in enumerate(rows) if not row["held_out"]]
+def list_jobs(rows: Sequence[Row], seed: int) -> list[list[Job]]:
+    """Every answer to make, in parts of at most CHUNK: those to held-out prompts, which are greedy alone, then the
+    first answers to the others, the second ones, and so on. The answers of a part have one temperature."""
+    rounds = [[Job(i, 0.0, 0, True) for i, row in enumerate(rows) if row["held_out"]]]
     for n in range(max(row["answers"] for row in rows)):
         temperature = TEMPERATURES[(n - 1) % len(TEMPERATURES)] if n else 0.0
-        every += [
-            Job(i, temperature, ((seed * 1_000_003 + n) * 1_000_003 + i) % (1 << 63) if n else 0, False)
-            for i in training
-            if rows[i]["answers"] > n
-        ]
-    return every
-
-
-def chunks(every: Sequence[Job]) -> Iterator[Sequence[Job]]:
-    """Pieces of at most CHUNK answers of one temperature, all of them held out or none."""
-    for _, group in groupby(every, key=lambda job: (job.held_out, job.temperature)):
-        alike = list(group)
-        yield from (alike[start : start + CHUNK] for start in range(0, len(alike), CHUNK))
+        prompts = [i for i, row in enumerate(rows) if row["answers"] > n and not row["held_out"]]
+        seeds = [((seed * 1_000_003 + n) * 1_000_003 + i) % (1 << 63) if n else 0 for i in prompts]
+        rounds.append([Job(i, temperature, own, False) for i, own in zip(prompts, seeds, strict=True)])
+    return [jobs[start : start + CHUNK] for jobs in rounds for start in range(0, len(jobs), CHUNK)]
 
 
 @torch.no_grad()
-def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
-    """[R, k] log-probabilities (float16) and ids (int32) at every token of every answer, in order."""
+def read_top_k(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
+    """The target's k most likely tokens at every token of every answer, in order: [R, k] log-probabilities (float16)
+    and ids (int32)."""
     k = min(k, pair.target.get_output_embeddings().weight.shape[0])
     starts = np.cumsum([0, *(len(answer) for _, answer in sequences)])
     log_p = torch.empty((starts[-1], k), dtype=torch.float16)
@@ -294,7 +285,7 @@ class Corpus:
     def answer_tokens(self) -> int:
         return int((self.lengths - self.prompt_lengths).sum())
 
-    def counts(self, vocabulary: int) -> Tensor:
+    def count_tokens(self, vocabulary: int) -> Tensor:
         """[V] how often each token occurs in the answers."""
         sequence = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
         place = torch.arange(len(self.tokens), device=sequence.device) - self.starts[sequence]

@@ -20,26 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from selfjudge.distill.config import HEAD, DistillConfig
+from selfjudge.distill.config import HEAD_DIM, DistillConfig
 from selfjudge.distill.data import MEASURE_TOKENS, Corpus, Dataset
 from selfjudge.distill.train import HeldOutScore, with_gradients
 from selfjudge.engine.teacher_forced import sdpa_without_cudnn
 from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states, write_head
 
-LOSS_ROWS = 8192  # rows of logits of a student at a time
-DECAY = 0.8  # weight of a step in the loss over that of the step before
-HEAD_ROWS = 4096  # the same of a head
+LOSS_ROWS = 8192  # rows of a student's logits that are in memory at a time
+HEAD_ROWS = 4096  # rows of a head's logits that are in memory at a time
+STEP_WEIGHT = 0.8  # weight of a step in a head's loss over that of the step before
 
 
 class Student(nn.Module):
     """The student of a target."""
 
-    table: Tensor
-    head: Tensor
+    input_matrix: Tensor  # [V, H] the target's embeddings
+    output_matrix: Tensor  # [V, H] what the target's states are multiplied with
 
     def __init__(self, target: PreTrainedModel, config: DistillConfig) -> None:
         super().__init__()
-        large, heads = target.config.get_text_config(), config.width // HEAD
+        large, heads = target.config.get_text_config(), config.width // HEAD_DIM
         self.raw = {  # an ordinary Llama or Qwen2 of this size with the target's vocabulary
             "model_type": "qwen2" if large.model_type == "qwen2" else "llama",
             "vocab_size": target.get_input_embeddings().weight.shape[0],
@@ -65,22 +65,21 @@ class Student(nn.Module):
                 trust_remote_code=False,
             )
         self.model.embed_tokens = nn.Identity()
-        table, head = (m.weight.detach() for m in (target.get_input_embeddings(), target.get_output_embeddings()))
-        self.proj_in = nn.Parameter(_principal(table, config.width, 0.5))
-        self.proj_out = nn.Parameter(_principal(head, config.width, 0.05))
-        self.register_buffer("table", table, persistent=False)
-        self.register_buffer("head", head, persistent=False)
+        self.register_buffer("input_matrix", target.get_input_embeddings().weight.detach(), persistent=False)
+        self.register_buffer("output_matrix", target.get_output_embeddings().weight.detach(), persistent=False)
+        self.proj_in = nn.Parameter(_find_principal(self.input_matrix, config.width, 0.5))
+        self.proj_out = nn.Parameter(_find_principal(self.output_matrix, config.width, 0.05))
         self.to(target.device)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[B, T] → [B, T, W]: what the output matrix multiplies."""
-        x = F.embedding(ids, self.table) @ self.proj_in.to(self.table.dtype)
+        x = F.embedding(ids, self.input_matrix) @ self.proj_in.to(self.input_matrix.dtype)
         states: Tensor = self.model(inputs_embeds=x, use_cache=False).last_hidden_state
         return states
 
     def output(self) -> Tensor:
         """[V, W] the output matrix."""
-        return self.head @ self.proj_out.to(self.head.dtype)
+        return self.output_matrix @ self.proj_out.to(self.output_matrix.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is learned: layers and projections by name, in the order of the parameters."""
@@ -131,7 +130,7 @@ class StudentLearner:
         return HeldOutScore(agreement, {"top1": round(agreement, 4)}, f"top-1 {agreement:.1%}")
 
 
-def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
+def _find_principal(matrix: Tensor, width: int, scale: float) -> Tensor:
     """[H, W] the directions in which the rows of a matrix vary most; projected rows have the deviation `scale`."""
     wide = matrix.float()
     _, directions = torch.linalg.eigh((wide.T @ wide) / len(wide))
@@ -203,9 +202,9 @@ def measure_sizes(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: 
     return features, states
 
 
-def draft_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequence[int]) -> Tensor:
+def choose_draft_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequence[int]) -> Tensor:
     """[D] ids of the `size` tokens that occur most often in answers, ascending; those in `always` are among them."""
-    counts = corpus.counts(vocabulary).cpu()[:vocabulary]
+    counts = corpus.count_tokens(vocabulary).cpu()[:vocabulary]
     counts[[token for token in always if token < vocabulary]] = counts.max() + 1
     chosen: Tensor = counts.argsort(descending=True, stable=True)[:size].sort().values
     return chosen
@@ -273,7 +272,7 @@ class HeadLearner:
                 leading = a[row, (column - 1 - step).clamp_min(0)]
                 hidden.append(self.head.norm(leading).to(self.head.output.dtype))
                 counts = (since >= step).float()
-                weights.append(counts * DECAY**step / counts.sum().clamp_min(1))
+                weights.append(counts * STEP_WEIGHT**step / counts.sum().clamp_min(1))
         cap = getattr(self.target.config.get_text_config(), "final_logit_softcapping", None)
         wanted = batch.states[row, column]
         loss = unrolled_loss(torch.stack(hidden), torch.stack(weights), wanted, self.head.output, cap)
@@ -291,7 +290,7 @@ class HeadLearner:
             lengths = self._right_in_a_row(batch).cpu()
             for row, i in enumerate(rows.tolist()):
                 first, end = int(batch.prompts[row]) - 1, int(batch.lengths[row]) - 2
-                tokens, cycles = simulate(lengths[row, first : max(first, end)].tolist())
+                tokens, cycles = count_cycles(lengths[row, first : max(first, end)].tolist())
                 for key in ("all", self.data.held_out.sources[i]):
                     passes[key][0] += tokens
                     passes[key][1] += cycles
@@ -336,8 +335,9 @@ def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tup
     return out.reshape(batch, heads, wide, dim)
 
 
-def simulate(accepted: Sequence[int]) -> tuple[int, int]:
-    """Tokens and target passes, given how many drafts are accepted at each index; the last pass may be cut short."""
+def count_cycles(accepted: Sequence[int]) -> tuple[int, int]:
+    """Tokens and cycles of an answer, given how many drafts would be accepted at each index; the last cycle may be cut
+    short."""
     index = cycles = 0
     while index < len(accepted):
         index += accepted[index] + 1

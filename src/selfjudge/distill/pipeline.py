@@ -15,7 +15,14 @@ from safetensors import SafetensorError
 
 from selfjudge.distill.config import FREE, DistillConfig
 from selfjudge.distill.data import DataMaker, Dataset
-from selfjudge.distill.learners import HeadLearner, Student, StudentLearner, draft_vocabulary, measure_sizes, new_head
+from selfjudge.distill.learners import (
+    HeadLearner,
+    Student,
+    StudentLearner,
+    choose_draft_vocabulary,
+    measure_sizes,
+    new_head,
+)
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import build_draft, save_draft
@@ -85,7 +92,7 @@ def _head_learner(maker: DataMaker, data: Dataset) -> HeadLearner:
     size = min(config.draft_vocab, vocabulary)
     shape = EagleConfig.for_target(target, size, config.inner)
     if run.sealed("head", origin) is None:
-        ids = draft_vocabulary(data.training, vocabulary, size, sorted(maker.pair.eos_ids))
+        ids = choose_draft_vocabulary(data.training, vocabulary, size, sorted(maker.pair.eos_ids))
         features, states = measure_sizes(target, shape.aux_layers, data.held_out)
         tensors = {"draft_ids": ids, "features": features, "states": states}
         write_tensors(file, {name: tensor.cpu().numpy() for name, tensor in tensors.items()})
@@ -98,45 +105,39 @@ def _head_learner(maker: DataMaker, data: Dataset) -> HeadLearner:
 
 def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingState) -> dict[str, Any]:
     """Write the checkpoint and the card, `run.json` last; what it says."""
-    pair, out, student = maker.pair, maker.run.path, learner.student
-    save_draft(build_draft(student.tensors(), student.raw, pair.target), pair.tokenizer, out)
-    result = {
-        **_describe(maker, learner.data, state),
+    pair, student = maker.pair, learner.student
+    save_draft(build_draft(student.tensors(), student.raw, pair.target), pair.tokenizer, maker.run.path)
+    figures = {
         "parameters": sum(tensor.numel() for tensor in student.tensors().values()),
         "top1_held_out": learner.agreement(),
-        "bytes": (out / "model.safetensors").stat().st_size,
     }
-    write_text(out / "README.md", fill_template(Path(__file__).with_name("student.md"), **result))
-    maker.run.finish(**result)
-    return result
+    return _finish(maker, learner.data, state, figures, "student.md")
 
 
 def export_head(maker: DataMaker, learner: HeadLearner, state: TrainingState) -> dict[str, Any]:
     """Write the head and its card, `run.json` last; what it says."""
-    run, head = maker.run, learner.head
-    figures = learner.measure().figures
-    learner.save(run.path, figures, served_reference(maker.pair.target_id))
-    counts = learner.data.held_out.counts(head.config.vocab_size)
-    result = {
+    head, held_out = learner.head, learner.measure().figures
+    learner.save(maker.run.path, held_out, served_reference(maker.pair.target_id))
+    counts = learner.data.held_out.count_tokens(head.config.vocab_size)
+    figures = {
         "kind": maker.config.kind,
-        **_describe(maker, learner.data, state),
+        "layers": head.config.aux_layers,
         "parameters": sum(p.numel() for p in head.parameters()),
-        "held_out": figures,
+        "held_out": held_out,
         "draft_vocabulary": {
             "tokens": head.config.draft_vocab_size,
             "share_of_held_out_answers": round(float(counts[head.draft_ids].sum() / counts.sum()), 5),
         },
-        "bytes": (run.path / "model.safetensors").stat().st_size,
     }
-    card = fill_template(Path(__file__).with_name("head.md"), **result, layers=head.config.aux_layers)
-    write_text(run.path / "README.md", card)
-    run.finish(**result)
-    return result
+    return _finish(maker, learner.data, state, figures, "head.md")
 
 
-def _describe(maker: DataMaker, data: Dataset, state: TrainingState) -> dict[str, Any]:
-    """The target, settings, sources and training of a draft, for `run.json`."""
-    return {
+def _finish(
+    maker: DataMaker, data: Dataset, state: TrainingState, figures: dict[str, Any], card: str
+) -> dict[str, Any]:
+    """Write the card by its template, and `run.json` last; what that says."""
+    out = maker.run.path
+    result = {
         "target": maker.pair.target_id,
         "settings": maker.config.as_settings(),
         "sources": [
@@ -151,4 +152,9 @@ def _describe(maker: DataMaker, data: Dataset, state: TrainingState) -> dict[str
             "seconds": round(state.seconds, 1),
             "history": state.history,
         },
+        **figures,
+        "bytes": (out / "model.safetensors").stat().st_size,
     }
+    write_text(out / "README.md", fill_template(Path(__file__).with_name(card), **result))
+    maker.run.finish(**result)
+    return result
