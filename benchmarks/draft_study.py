@@ -71,7 +71,7 @@ def main() -> None:
     work, progress = o.out / "work", Progress()
     data = DataMaker(pair, settings, RunFolder(o.out), o.data, progress).make()
     say("prompts", json.dumps(data.report))
-    say("corpus", len(data.training.lengths), "answers", data.training.answer_tokens, "tokens")
+    say("corpus", len(data.training.answers), "answers", data.training.answer_tokens, "tokens")
     benchmark_prompts = held_out_prompts(pair, o.data, o.held_out)
 
     def trained(text: str, minutes: float) -> tuple[Student, object]:

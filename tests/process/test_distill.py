@@ -14,7 +14,6 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers as hf
-from torch import Tensor
 
 import selfjudge.distill.data as data_module
 import selfjudge.distill.learners as student_module
@@ -23,7 +22,7 @@ import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
 from selfjudge.distill.config import DistillConfig, Schedule
-from selfjudge.distill.data import Corpus, Dataset, list_jobs, read_top_k
+from selfjudge.distill.data import Answer, Corpus, Dataset, list_jobs, read_top_k
 from selfjudge.distill.learners import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
@@ -66,19 +65,13 @@ def made_up(sizes: list[tuple[int, int]], k: int = 3) -> tuple[Corpus, list[tupl
     """A corpus of sequences (prompt, answer) whose top-k rows carry their own number."""
     rng = np.random.default_rng(1)
     sequences = [(rng.integers(1, VOCAB, p).tolist(), rng.integers(1, VOCAB, a).tolist()) for p, a in sizes]
-    total = sum(a for _, a in sizes)
-    lengths, prompts = torch.tensor([p + a for p, a in sizes]), torch.tensor([p for p, _ in sizes])
-
-    def first(counts: Tensor) -> Tensor:
-        return counts.cumsum(0) - counts
-
-    corpus = Corpus(
-        tokens=torch.tensor([t for p, a in sequences for t in p + a], dtype=torch.int32),
-        starts=first(lengths), prompt_lengths=prompts, lengths=lengths, answers=first(lengths - prompts),
-        log_p=torch.arange(total * k).view(total, k).half(), index=torch.arange(total * k, dtype=torch.int32).view(total, k),
-        sources=["made up"] * len(sizes),
-    )  # fmt: skip
-    return corpus, sequences
+    ends = np.cumsum([a for _, a in sizes])
+    index = np.split(np.arange(ends[-1] * k, dtype=np.int32).reshape(-1, k), ends[:-1])
+    answers = [
+        Answer("made up", len(p), np.asarray(p + a, np.int32), np.minimum(own, 60_000).astype(np.float16), own)
+        for (p, a), own in zip(sequences, index, strict=True)
+    ]
+    return Corpus(answers), sequences
 
 
 # data
@@ -139,9 +132,8 @@ def test_the_teacher_is_the_targets_own_distribution(
 def test_a_batch_is_aligned() -> None:
     """Position i predicts token i+1: the top-k row at i is the row of token i+1 of the answer."""
     corpus, sequences = made_up([(3, 5), (1, 1), (1, 9), (12, 1), (4, 4), (2, 20)])
-    starts = np.cumsum([0, *(len(a) for _, a in sequences)])
     for chosen in ([0], [1, 5], [5, 2, 0, 3], [4, 3, 2, 1, 0, 5]):
-        ids, predicts, log_p, index = corpus.batch(torch.tensor(chosen), CPU)
+        ids, predicts, log_p, index = corpus.batch(chosen, CPU)
         assert ids.shape == predicts.shape == (len(chosen), max(len(p + a) for p, a in (sequences[i] for i in chosen)))
         at = 0
         for row, i in enumerate(chosen):
@@ -151,11 +143,15 @@ def test_a_batch_is_aligned() -> None:
             places = predicts[row].nonzero().squeeze(1).tolist()
             assert [whole[p + 1] for p in places] == answer
             assert places[0] == len(prompt) - 1
-            expected = corpus.index[starts[i] : starts[i] + len(answer)]
+            expected = torch.from_numpy(corpus.answers[i].index)
             assert torch.equal(index[at : at + len(answer)], expected)
             assert torch.equal(log_p[at : at + len(answer)], expected.half())
             at += len(answer)
         assert at == len(index)
+
+
+def padded_size(corpus: Corpus, rows: list[int]) -> int:
+    return len(rows) * max(len(corpus.answers[i].tokens) for i in rows)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 300, 5000])
@@ -163,19 +159,17 @@ def test_batches_cover_everything_once_within_the_budget(tokens: int) -> None:
     rng = np.random.default_rng(0)
     corpus, _ = made_up([(int(p), int(a)) for p, a in rng.integers(1, 20, (400, 2))])
     first = corpus.batches(tokens, torch.Generator().manual_seed(0))
-    assert sorted(torch.cat(first).tolist()) == list(range(400))
-    assert all(len(rows) == 1 or len(rows) * int(corpus.lengths[rows].max()) <= tokens for rows in first)
-    again = corpus.batches(tokens, torch.Generator().manual_seed(0))
-    assert [r.tolist() for r in again] == [r.tolist() for r in first]
-    other = corpus.batches(tokens, torch.Generator().manual_seed(1))
-    assert [r.tolist() for r in other] != [r.tolist() for r in first]
+    assert sorted(i for rows in first for i in rows) == list(range(400))
+    assert all(len(rows) == 1 or padded_size(corpus, rows) <= tokens for rows in first)
+    assert corpus.batches(tokens, torch.Generator().manual_seed(0)) == first
+    assert corpus.batches(tokens, torch.Generator().manual_seed(1)) != first
 
 
 def test_one_longer_sequence_does_not_burst_the_budget() -> None:
     corpus, _ = made_up([*[(5, 104)] * 999, (5, 105)])
     for seed in range(5):
         for rows in corpus.batches(20000, torch.Generator().manual_seed(seed)):
-            assert len(rows) * int(corpus.lengths[rows].max()) <= 20000
+            assert padded_size(corpus, rows) <= 20000
 
 
 def test_a_corpus_splits_held_out_answers_from_the_others(tmp_path: Path) -> None:
@@ -198,14 +192,14 @@ def test_a_corpus_splits_held_out_answers_from_the_others(tmp_path: Path) -> Non
             },
         )
     for held_out, wanted in ((True, [1, 3]), (False, [0, 2])):
-        corpus = Corpus.read(files, rows, held_out=held_out, device=CPU)
-        assert corpus.sources == [f"s{i}" for i in wanted]
+        corpus = Corpus.read(files, rows, held_out=held_out)
+        assert [answer.source for answer in corpus.answers] == [f"s{i}" for i in wanted]
         for row, i in enumerate(wanted):
-            ids, _, _, index = corpus.batch(torch.tensor([row]), CPU)
+            ids, _, _, index = corpus.batch([row], CPU)
             assert ids[0].tolist() == [*sequences[i][0], *sequences[i][1]]
             assert index.tolist() == [[i, i]] * len(sequences[i][1])
     with pytest.raises(SelfJudgeError, match="no answer"):
-        Corpus.read(files[1:], rows, held_out=True, device=CPU)
+        Corpus.read(files[1:], rows, held_out=True)
 
 
 # student and loss
@@ -267,13 +261,13 @@ def test_impossible_shapes_are_refused(layers: int, width: int, message: str) ->
 
 def learnable(target: hf.PreTrainedModel) -> Corpus:
     """Answers that go up by one, with a confident teacher."""
-    corpus, _ = made_up([(2, 12)] * 24, k=2)
-    start = torch.arange(24)[:, None] + torch.arange(14)
-    corpus.tokens = (start % (VOCAB - 4) + 4).flatten().int()
-    following = corpus.tokens.view(24, 14)[:, 2:].flatten()
-    corpus.index = torch.stack([following, (following + 7) % VOCAB], 1).int()
-    corpus.log_p = torch.tensor([-0.01, -4.6]).expand(len(following), 2).half().clone()
-    return corpus
+    log_p = np.full((12, 2), (-0.01, -4.6), np.float16)
+    answers = []
+    for first in range(24):
+        tokens = ((first + np.arange(14)) % (VOCAB - 4) + 4).astype(np.int32)
+        index = np.stack([tokens[2:], (tokens[2:] + 7) % VOCAB], 1)
+        answers.append(Answer("made up", 2, tokens, log_p, index))
+    return Corpus(answers)
 
 
 def test_a_student_learns(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ import selfjudge.distill.learners as eagle_module
 from conftest import VOCAB, tiny_model
 from remember import remember_responses
 from selfjudge.distill.config import DistillConfig
-from selfjudge.distill.data import Corpus, Dataset, choose_held_out
+from selfjudge.distill.data import Answer, Corpus, Dataset, choose_held_out
 from selfjudge.distill.learners import (
-    DECAY,
+    STEP_WEIGHT,
     HeadLearner,
     chain_attention,
-    choose_draft_vocabulary,
+    choose_vocabulary,
     count_cycles,
     measure_sizes,
     new_head,
@@ -46,15 +46,12 @@ CHAT = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_gene
 UNROLL = 3
 
 
-def corpus_of(sizes: list[tuple[int, int]], seed: int = 1, sources: list[str] | None = None) -> Corpus:
+def corpus_of(sizes: list[tuple[int, int]], sources: str = "", most: int = VOCAB) -> Corpus:
     """A corpus of random sequences (prompt, answer)."""
-    rng = np.random.default_rng(seed)
-    lengths, prompts = torch.tensor([p + a for p, a in sizes]), torch.tensor([p for p, _ in sizes])
-    return Corpus(
-        tokens=torch.from_numpy(rng.integers(1, VOCAB, int(lengths.sum()))).int(), starts=lengths.cumsum(0) - lengths,
-        prompt_lengths=prompts, lengths=lengths, answers=(lengths - prompts).cumsum(0) - (lengths - prompts),
-        log_p=None, index=None, sources=sources or ["made up"] * len(sizes),
-    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    tokens = [rng.integers(1, VOCAB, p + a).astype(np.int32) % most for p, a in sizes]
+    named = sources.split() or ["made up"] * len(sizes)
+    return Corpus([Answer(source, p, t) for source, (p, _), t in zip(named, sizes, tokens, strict=True)])
 
 
 def learner_of(
@@ -91,12 +88,12 @@ def test_training_sees_what_drafting_will_see(kind: str) -> None:
     target = tiny_model(kind, num_hidden_layers=4)
     corpus = corpus_of([(3, 6), (2, 9), (5, 3)])
     learner = learner_of(target, corpus)
-    rows = torch.tensor([0, 1, 2])
+    rows = [0, 1, 2]
     with torch.no_grad():
         steps = list(learner.unrolled(read_batch(target, learner.head.config.aux_layers, corpus, rows)))
     for row in range(3):
-        length = int(corpus.lengths[row])
-        ids = corpus.ids(rows[row : row + 1], torch.device("cpu"))[0, :length].tolist()
+        ids = corpus.answers[row].tokens.tolist()
+        length = len(ids)
         for start in range(length - 1):
             tokens = ids[start + 2 : start + 1 + UNROLL]
             for step, a in enumerate(drafted(learner, ids, start, tokens)):
@@ -120,7 +117,7 @@ def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.Mo
     monkeypatch.setattr(eagle_module, "HEAD_ROWS", 4)
     target = tiny_model(num_hidden_layers=4)
     corpus = corpus_of([(3, 6), (2, 9), (5, 1), (4, 2)])
-    learner, rows = learner_of(target, corpus), torch.arange(4)
+    learner, rows = learner_of(target, corpus), range(4)
     loss, count = learner.loss(rows)
     assert count == 5 + 8 + 0 + 1
     loss.backward()
@@ -135,7 +132,7 @@ def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.Mo
             for row in range(4)
             for u in range(int(batch.prompts[row]) + step, int(batch.lengths[row]) - 1)
         ]
-        expected = expected + DECAY**step * torch.stack(terms).mean()
+        expected = expected + STEP_WEIGHT**step * torch.stack(terms).mean()
     assert torch.allclose(loss, expected, rtol=1e-5)
     expected.backward()
     for name, parameter in learner.named_parameters():
@@ -145,13 +142,14 @@ def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.Mo
 def test_what_is_measured_is_what_decoding_would_give() -> None:
     """m, against a loop that drafts with its own tokens and takes what the answer says."""
     target = tiny_model(num_hidden_layers=4, initializer_range=0.05)
-    corpus = corpus_of([(3, 12), (2, 9), (5, 1), (4, 2)], sources=["one", "two", "one", "two"])
-    corpus.tokens = corpus.tokens % 3  # so that a random head is right now and then
+    corpus = corpus_of(
+        [(3, 12), (2, 9), (5, 1), (4, 2)], "one two one two", most=3
+    )  # so that a random head is right now and then
     learner = learner_of(target, corpus, torch.arange(3))
     tokens = cycles = 0
     for row in range(4):
-        length, place = int(corpus.lengths[row]), int(corpus.prompt_lengths[row])
-        ids = corpus.ids(torch.tensor([row]), torch.device("cpu"))[0, :length].tolist()
+        ids, place = corpus.answers[row].tokens.tolist(), corpus.answers[row].prompt_length
+        length = len(ids)
         while place < length - 1:  # the last token that is known stands at `place`
             own: list[int] = []
             for _ in range(UNROLL):
@@ -175,13 +173,13 @@ def test_a_simulated_answer() -> None:
 
 
 def test_the_draft_vocabulary_is_what_answers_are_made_of() -> None:
-    corpus = corpus_of([(2, 4), (1, 3)])
-    corpus.tokens = torch.tensor([9, 9, 5, 5, 7, 30, 9, 7, 5, 40], dtype=torch.int32)  # prompts: 9 9, and 9
+    texts = (2, [9, 9, 5, 5, 7, 30]), (1, [9, 7, 5, 40])
+    corpus = Corpus([Answer("made up", prompt, np.asarray(text, np.int32)) for prompt, text in texts])
     counts = corpus.count_tokens(VOCAB)
     assert {i: int(n) for i, n in enumerate(counts) if n} == {5: 3, 7: 2, 30: 1, 40: 1}
-    assert choose_draft_vocabulary(corpus, VOCAB, 4, [2]).tolist() == [2, 5, 7, 30]
-    assert choose_draft_vocabulary(corpus, VOCAB, 7, [2]).tolist() == [0, 1, 2, 5, 7, 30, 40]
-    assert choose_draft_vocabulary(corpus, VOCAB, VOCAB, [2, 9999]).tolist() == list(range(VOCAB))
+    assert choose_vocabulary(corpus, VOCAB, 4, [2]).tolist() == [2, 5, 7, 30]
+    assert choose_vocabulary(corpus, VOCAB, 7, [2]).tolist() == [0, 1, 2, 5, 7, 30, 40]
+    assert choose_vocabulary(corpus, VOCAB, VOCAB, [2, 9999]).tolist() == list(range(VOCAB))
 
 
 def test_some_prompts_of_every_source_are_held_out() -> None:
@@ -199,7 +197,7 @@ def test_a_folded_head_reads_the_states_as_they_are(tmp_path: Path) -> None:
     learner.save(tmp_path, {"m": {"all": 2.0}})
     head = load_head(tmp_path, target, "a" * 64)
     assert head.target == "tiny"
-    batch = read_batch(target, head.config.aux_layers, corpus, torch.tensor([0, 1]))
+    batch = read_batch(target, head.config.aux_layers, corpus, [0, 1])
     with torch.no_grad():
         expected = learner.head.fc(batch.features / learner.sizes)
         assert F.cosine_similarity(head.fc(batch.features), expected, dim=-1).min() > 0.999
@@ -358,8 +356,7 @@ def test_sizes_are_root_mean_squares_over_answers() -> None:
     feature_sizes, state_sizes = measure_sizes(target, (1, 2, 3), corpus)
     parts, finals = [], []
     for row in range(2):
-        length, first = int(corpus.lengths[row]), int(corpus.prompt_lengths[row]) - 1
-        ids = corpus.ids(torch.tensor([row]), torch.device("cpu"))[:, :length]
+        ids, first = torch.from_numpy(corpus.answers[row].tokens)[None].long(), corpus.answers[row].prompt_length - 1
         with torch.no_grad():
             states = target(ids, output_hidden_states=True).hidden_states
         parts.append(torch.cat([states[i][0, first:] for i in (1, 2, 3)], -1))

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.decoding.plain import respond
@@ -22,6 +23,7 @@ from selfjudge.distill.config import DistillConfig
 from selfjudge.engine.teacher_forced import GRID, Sequences, choose_width, logit_rows, logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import prompt_key, write_training_prompts
+from selfjudge.models.device import send
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Collector
 from selfjudge.store import RunFolder, read_rows, read_tensors, sha256, write_rows, write_tensors
@@ -60,11 +62,10 @@ class DataMaker:
         rows, seal = self._prompts()
         write_training_prompts(self.run.path, (prompt_key(row["ids"]) for row in rows))
         files = self._answers(rows, seal.get("seconds", 0.0))
-        device = self.pair.target.device
         self.pair.target_model.release()
-        if device.type == "cuda":
+        if self.pair.target.device.type == "cuda":
             torch.cuda.empty_cache()
-        held_out, training = (Corpus.read(files, rows, held_out=held, device=device) for held in (True, False))
+        held_out, training = (Corpus.read(files, rows, held_out=held) for held in (True, False))
         return Dataset(training, held_out, seal["yields"])
 
     @cached_property
@@ -204,89 +205,74 @@ class Dataset:
     report: dict[str, Any]  # what became of the prompts, by source
 
 
-@dataclass
-class Corpus:
-    """Answers in memory, flat; on the device if they fit."""
+class Answer(NamedTuple):
+    """A prompt and the target's answer to it."""
 
-    tokens: Tensor
-    starts: Tensor  # where each sequence begins in `tokens`
-    prompt_lengths: Tensor
-    lengths: Tensor
-    answers: Tensor  # where each sequence's answer begins in `log_p` and `index`
-    log_p: Tensor | None  # the target's top-k log-probabilities at answer tokens; None: the target is asked again
-    index: Tensor | None  # the tokens that `log_p` belongs to
-    sources: list[str]
+    source: str  # the prompt's source
+    prompt_length: int  # in tokens
+    tokens: NDArray[np.int32]  # of prompt and answer
+    log_p: Any = None  # [A, k] the target's largest log-probabilities at tokens of the answer; None: it is asked again
+    index: Any = None  # [A, k] the tokens that `log_p` belongs to
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Answers in memory."""
+
+    answers: list[Answer]
 
     @classmethod
-    def read(cls, files: Sequence[Path], rows: Sequence[Row], *, held_out: bool, device: torch.device) -> Corpus:
+    def read(cls, files: Sequence[Path], rows: Sequence[Row], *, held_out: bool) -> Corpus:
         """The answers to held-out prompts, or all others."""
-        wanted = []
+        answers: list[Answer] = []
         for file in files:
             arrays, _ = read_tensors(file)
-            if rows[arrays["prompts"][0]]["held_out"] == held_out:
-                wanted.append(arrays)
-        if not wanted:
+            if rows[arrays["prompts"][0]]["held_out"] != held_out:
+                continue
+            sources = [rows[prompt]["source"] for prompt in arrays["prompts"]]
+            prompts, lengths = arrays["prompt_lengths"], arrays["lengths"]
+            tokens = np.split(arrays["tokens"], np.cumsum(lengths)[:-1])
+            ends = np.cumsum(lengths - prompts)[:-1]  # of answers among the tokens of answers
+            top_k = [np.split(arrays[name], ends) for name in ("log_p", "index") if name in arrays]
+            answers += map(Answer, sources, prompts.tolist(), tokens, *top_k)
+        if not answers:
             raise SelfJudgeError("there is no answer to learn from")
-        arrays = {name: np.concatenate([part[name] for part in wanted]) for name in wanted[0]}
-        lengths, prompt_lengths = (arrays[name].astype(np.int64) for name in ("lengths", "prompt_lengths"))
-        size = sum(array.nbytes for array in arrays.values())
-        if device.type == "cuda" and size > 0.4 * torch.cuda.mem_get_info(device)[0]:
-            device = torch.device("cpu")
+        return cls(answers)
 
-        def put(array: Any) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        def starts(sizes: Any) -> Tensor:
-            return put(np.concatenate([[0], np.cumsum(sizes)[:-1]]))
-
-        return cls(
-            tokens=put(arrays["tokens"]),
-            starts=starts(lengths),
-            prompt_lengths=put(prompt_lengths),
-            lengths=put(lengths),
-            answers=starts(lengths - prompt_lengths),
-            log_p=put(arrays["log_p"]) if "log_p" in arrays else None,
-            index=put(arrays["index"]) if "index" in arrays else None,
-            sources=[rows[p]["source"] for p in arrays["prompts"]],
-        )
-
-    def batches(self, tokens: int, generator: torch.Generator) -> list[Tensor]:
-        """Sequences of like length together, at most `tokens` padded tokens a batch, in random order and few shapes."""
-        widths = (self.lengths.cpu() + GRID - 1) // GRID * GRID
-        order = torch.randperm(len(widths), generator=generator)
-        order = order[widths[order].argsort(descending=True, stable=True)]
+    def batches(self, tokens: int, generator: torch.Generator) -> list[list[int]]:
+        """Indices of answers of like length, at most `tokens` padded tokens a batch, in random order and few shapes."""
+        widths = [-(-len(answer.tokens) // GRID) * GRID for answer in self.answers]
+        order = torch.randperm(len(widths), generator=generator).tolist()
+        order.sort(key=lambda i: -widths[i])
         batches, start = [], 0
         while start < len(order):
-            end = start + max(1, tokens // int(widths[order[start]]))
-            batches.append(order[start:end].to(self.tokens.device))
+            end = start + max(1, tokens // widths[order[start]])
+            batches.append(order[start:end])
             start = end
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
-    def ids(self, rows: Tensor, device: torch.device) -> Tensor:
-        """Tokens [B, T] of these sequences, zeros after their ends."""
-        lengths = self.lengths[rows]
-        column = torch.arange(choose_width(int(lengths.max()), device), device=rows.device)
-        places = (self.starts[rows][:, None] + column).clamp_max(len(self.tokens) - 1)
-        ids: Tensor = self.tokens[places].long() * (column < lengths[:, None])
-        return ids.to(device, non_blocking=True)
+    def ids(self, rows: Sequence[int], device: torch.device) -> Tensor:
+        """Tokens [B, T] of these answers and their prompts, zeros after their ends."""
+        sequences = [self.answers[i].tokens for i in rows]
+        ids = np.zeros((len(sequences), choose_width(max(map(len, sequences)), device)), np.int64)
+        for row, tokens in zip(ids, sequences, strict=True):
+            row[: len(tokens)] = tokens
+        return send(ids, device)
 
-    def batch(self, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def batch(self, rows: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens [B, T], which of them predict a token of the answer [B, T], and its top-k there ([R, k], [R, k])."""
-        assert self.log_p is not None
-        assert self.index is not None
-        lengths, prompts, ids = self.lengths[rows], self.prompt_lengths[rows], self.ids(rows, device)
-        column = torch.arange(ids.shape[1], device=rows.device)
-        predicts = (column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)
-        places = (self.answers[rows][:, None] + column - (prompts[:, None] - 1))[predicts]
-        tensors = (predicts, self.log_p[places], self.index[places])
-        return ids, *(t.to(device, non_blocking=True) for t in tensors)  # type: ignore[return-value]
+        answers, ids = [self.answers[i] for i in rows], self.ids(rows, device)
+        predicts = np.zeros(ids.shape, bool)
+        for row, answer in zip(predicts, answers, strict=True):
+            row[answer.prompt_length - 1 : len(answer.tokens) - 1] = True
+        log_p, index = (np.concatenate(parts) for parts in zip(*((a.log_p, a.index) for a in answers), strict=True))
+        return ids, send(predicts, device), send(log_p, device), send(index, device)
 
     @property
     def answer_tokens(self) -> int:
-        return int((self.lengths - self.prompt_lengths).sum())
+        return sum(len(answer.tokens) - answer.prompt_length for answer in self.answers)
 
     def count_tokens(self, vocabulary: int) -> Tensor:
         """[V] how often each token occurs in the answers."""
-        sequence = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
-        place = torch.arange(len(self.tokens), device=sequence.device) - self.starts[sequence]
-        return torch.bincount(self.tokens[place >= self.prompt_lengths[sequence]].long(), minlength=vocabulary)
+        tokens = np.concatenate([answer.tokens[answer.prompt_length :] for answer in self.answers])
+        return torch.from_numpy(np.bincount(tokens, minlength=vocabulary))

@@ -24,6 +24,7 @@ from selfjudge.distill.config import HEAD_DIM, DistillConfig
 from selfjudge.distill.data import MEASURE_TOKENS, Corpus, Dataset
 from selfjudge.distill.train import HeldOutScore, with_gradients
 from selfjudge.engine.teacher_forced import sdpa_without_cudnn
+from selfjudge.models.device import send
 from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states, write_head
 
 LOSS_ROWS = 8192  # rows of a student's logits that are in memory at a time
@@ -97,7 +98,7 @@ class StudentLearner:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.student.named_parameters()
 
-    def _read(self, corpus: Corpus, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _read(self, corpus: Corpus, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The student's states where it predicts, its output matrix, where that is, and the teacher's top-k there."""
         device = self.student.proj_in.device
         ids, predicts, log_p, index = corpus.batch(rows, device)
@@ -106,7 +107,7 @@ class StudentLearner:
             hidden = self.student.hidden(ids)[predicts].to(output.dtype)
         return hidden, output, predicts, log_p, index
 
-    def loss(self, rows: Tensor) -> tuple[Tensor, int]:
+    def loss(self, rows: Sequence[int]) -> tuple[Tensor, int]:
         hidden, output, _, log_p, index = self._read(self.data.training, rows)
         return top_k_loss(hidden, output, log_p, index), len(index)  # outside autocast: its softmax would be float32
 
@@ -118,8 +119,8 @@ class StudentLearner:
         for rows in corpus.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0)):
             hidden, output, predicts, _, index = self._read(corpus, rows)
             same = torch.cat([(h @ output.T).argmax(-1) for h in hidden.split(LOSS_ROWS)]) == index[:, 0]
-            for row, answer in zip(rows.tolist(), same.split(predicts.sum(1).tolist()), strict=True):
-                for key in ("all", corpus.sources[row]):
+            for row, answer in zip(rows, same.split(predicts.sum(1).tolist()), strict=True):
+                for key in ("all", corpus.answers[row].source):
                     right[key] += int(answer.sum())
                     seen[key] += len(answer)
         self.student.train()
@@ -177,13 +178,13 @@ class TargetPass:
 
 
 @torch.no_grad()
-def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus, rows: Tensor) -> TargetPass:
-    """One pass of the target over these rows of the corpus."""
-    device = target.device
-    ids = corpus.ids(rows, device)
+def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus, rows: Sequence[int]) -> TargetPass:
+    """One pass of the target over these answers of the corpus."""
+    ids, answers = corpus.ids(rows, target.device), [corpus.answers[i] for i in rows]
     with sdpa_without_cudnn(), captured_states(target, aux_layers) as states:
         final = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    prompts, lengths = (t[rows].to(device) for t in (corpus.prompt_lengths, corpus.lengths))
+    prompts = send([answer.prompt_length for answer in answers], target.device)
+    lengths = send([len(answer.tokens) for answer in answers], target.device)
     return TargetPass(ids, prompts, lengths, torch.cat(states, -1), final)
 
 
@@ -202,9 +203,9 @@ def measure_sizes(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: 
     return features, states
 
 
-def choose_draft_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequence[int]) -> Tensor:
+def choose_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequence[int]) -> Tensor:
     """[D] ids of the `size` tokens that occur most often in answers, ascending; those in `always` are among them."""
-    counts = corpus.count_tokens(vocabulary).cpu()[:vocabulary]
+    counts = corpus.count_tokens(vocabulary)
     counts[[token for token in always if token < vocabulary]] = counts.max() + 1
     chosen: Tensor = counts.argsort(descending=True, stable=True)[:size].sort().values
     return chosen
@@ -259,7 +260,7 @@ class HeadLearner:
             g = layer.finish(g, attended)
             yield g
 
-    def loss(self, rows: Tensor) -> tuple[Tensor, int]:
+    def loss(self, rows: Sequence[int]) -> tuple[Tensor, int]:
         """Cross-entropy against the target's distribution over the draft vocabulary, later steps weighing less."""
         batch = read_batch(self.target, self.head.config.aux_layers, self.data.training, rows)
         assert self.head.output is not None
@@ -288,10 +289,10 @@ class HeadLearner:
         for rows in self.data.held_out.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0)):
             batch = read_batch(self.target, self.head.config.aux_layers, self.data.held_out, rows)
             lengths = self._right_in_a_row(batch).cpu()
-            for row, i in enumerate(rows.tolist()):
-                first, end = int(batch.prompts[row]) - 1, int(batch.lengths[row]) - 2
-                tokens, cycles = count_cycles(lengths[row, first : max(first, end)].tolist())
-                for key in ("all", self.data.held_out.sources[i]):
+            for row, answer in zip(lengths, (self.data.held_out.answers[i] for i in rows), strict=True):
+                first, end = answer.prompt_length - 1, len(answer.tokens) - 2
+                tokens, cycles = count_cycles(row[first : max(first, end)].tolist())
+                for key in ("all", answer.source):
                     passes[key][0] += tokens
                     passes[key][1] += cycles
         m = {key: round(tokens / max(1, cycles), 4) for key, (tokens, cycles) in passes.items()}

@@ -15,14 +15,7 @@ from safetensors import SafetensorError
 
 from selfjudge.distill.config import FREE, DistillConfig
 from selfjudge.distill.data import DataMaker, Dataset
-from selfjudge.distill.learners import (
-    HeadLearner,
-    Student,
-    StudentLearner,
-    choose_draft_vocabulary,
-    measure_sizes,
-    new_head,
-)
+from selfjudge.distill.learners import HeadLearner, Student, StudentLearner, choose_vocabulary, measure_sizes, new_head
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import build_draft, save_draft
@@ -92,7 +85,7 @@ def _head_learner(maker: DataMaker, data: Dataset) -> HeadLearner:
     size = min(config.draft_vocab, vocabulary)
     shape = EagleConfig.for_target(target, size, config.inner)
     if run.sealed("head", origin) is None:
-        ids = choose_draft_vocabulary(data.training, vocabulary, size, sorted(maker.pair.eos_ids))
+        ids = choose_vocabulary(data.training, vocabulary, size, sorted(maker.pair.eos_ids))
         features, states = measure_sizes(target, shape.aux_layers, data.held_out)
         tensors = {"draft_ids": ids, "features": features, "states": states}
         write_tensors(file, {name: tensor.cpu().numpy() for name, tensor in tensors.items()})
@@ -126,7 +119,7 @@ def export_head(maker: DataMaker, learner: HeadLearner, state: TrainingState) ->
         "held_out": held_out,
         "draft_vocabulary": {
             "tokens": head.config.draft_vocab_size,
-            "share_of_held_out_answers": round(float(counts[head.draft_ids].sum() / counts.sum()), 5),
+            "share_of_held_out_answers": round(float(counts[head.draft_ids.cpu()].sum() / counts.sum()), 5),
         },
     }
     return _finish(maker, learner.data, state, figures, "head.md")
@@ -145,7 +138,7 @@ def _finish(
             for s in maker.config.sources
         ],
         "training": {
-            "answers": len(data.training.lengths),
+            "answers": len(data.training.answers),
             "answer_tokens": data.training.answer_tokens,
             "steps": state.step,
             "tokens_seen": state.tokens,

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -54,8 +54,8 @@ class Learner(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
-    def loss(self, rows: Tensor) -> tuple[Tensor, int]:
-        """The loss on these rows of the training corpus, and how many tokens it is a mean over."""
+    def loss(self, rows: Sequence[int]) -> tuple[Tensor, int]:
+        """The loss on these answers of the training corpus, and how many tokens it is a mean over."""
 
     def measure(self) -> HeldOutScore:
         """How good it is on held-out answers."""
@@ -122,7 +122,7 @@ class Trainer:
                 p.copy_(self.best[name])
         return self.state
 
-    def _learn(self, rows: Tensor) -> None:
+    def _learn(self, rows: Sequence[int]) -> None:
         """One step; the learning rate warms up and then follows a cosine of the share that is done."""
         state = self.state
         warm = min(1.0, (state.step + 1) / WARM_UP)
