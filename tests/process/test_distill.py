@@ -22,7 +22,7 @@ import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
 from selfjudge.distill.config import DistillConfig, Schedule
-from selfjudge.distill.data import Answer, Corpus, Dataset, list_jobs, read_top_k
+from selfjudge.distill.data import Corpus, CorpusEntry, Dataset, list_jobs, read_top_k
 from selfjudge.distill.learners import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
@@ -68,7 +68,7 @@ def made_up(sizes: list[tuple[int, int]], k: int = 3) -> tuple[Corpus, list[tupl
     ends = np.cumsum([a for _, a in sizes])
     index = np.split(np.arange(ends[-1] * k, dtype=np.int32).reshape(-1, k), ends[:-1])
     answers = [
-        Answer("made up", len(p), np.asarray(p + a, np.int32), np.minimum(own, 60_000).astype(np.float16), own)
+        CorpusEntry("made up", len(p), np.asarray(p + a, np.int32), np.minimum(own, 60_000).astype(np.float16), own)
         for (p, a), own in zip(sequences, index, strict=True)
     ]
     return Corpus(answers), sequences
@@ -266,7 +266,7 @@ def learnable(target: hf.PreTrainedModel) -> Corpus:
     for first in range(24):
         tokens = ((first + np.arange(14)) % (VOCAB - 4) + 4).astype(np.int32)
         index = np.stack([tokens[2:], (tokens[2:] + 7) % VOCAB], 1)
-        answers.append(Answer("made up", 2, tokens, log_p, index))
+        answers.append(CorpusEntry("made up", 2, tokens, log_p, index))
     return Corpus(answers)
 
 

@@ -22,7 +22,7 @@ import selfjudge.distill.learners as eagle_module
 from conftest import VOCAB, tiny_model
 from remember import remember_responses
 from selfjudge.distill.config import DistillConfig
-from selfjudge.distill.data import Answer, Corpus, Dataset, choose_held_out
+from selfjudge.distill.data import Corpus, CorpusEntry, Dataset, choose_held_out
 from selfjudge.distill.learners import (
     STEP_WEIGHT,
     HeadLearner,
@@ -51,7 +51,7 @@ def corpus_of(sizes: list[tuple[int, int]], sources: str = "", most: int = VOCAB
     rng = np.random.default_rng(1)
     tokens = [rng.integers(1, VOCAB, p + a).astype(np.int32) % most for p, a in sizes]
     named = sources.split() or ["made up"] * len(sizes)
-    return Corpus([Answer(source, p, t) for source, (p, _), t in zip(named, sizes, tokens, strict=True)])
+    return Corpus([CorpusEntry(source, p, t) for source, (p, _), t in zip(named, sizes, tokens, strict=True)])
 
 
 def learner_of(
@@ -174,7 +174,7 @@ def test_a_simulated_answer() -> None:
 
 def test_the_draft_vocabulary_is_what_answers_are_made_of() -> None:
     texts = (2, [9, 9, 5, 5, 7, 30]), (1, [9, 7, 5, 40])
-    corpus = Corpus([Answer("made up", prompt, np.asarray(text, np.int32)) for prompt, text in texts])
+    corpus = Corpus([CorpusEntry("made up", prompt, np.asarray(text, np.int32)) for prompt, text in texts])
     counts = corpus.count_tokens(VOCAB)
     assert {i: int(n) for i, n in enumerate(counts) if n} == {5: 3, 7: 2, 30: 1, 40: 1}
     assert choose_vocabulary(corpus, VOCAB, 4, [2]).tolist() == [2, 5, 7, 30]

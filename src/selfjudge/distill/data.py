@@ -205,7 +205,7 @@ class Dataset:
     report: dict[str, Any]  # what became of the prompts, by source
 
 
-class Answer(NamedTuple):
+class CorpusEntry(NamedTuple):
     """A prompt and the target's answer to it."""
 
     source: str  # the prompt's source
@@ -219,12 +219,12 @@ class Answer(NamedTuple):
 class Corpus:
     """Answers in memory."""
 
-    answers: list[Answer]
+    answers: list[CorpusEntry]
 
     @classmethod
     def read(cls, files: Sequence[Path], rows: Sequence[Row], *, held_out: bool) -> Corpus:
         """The answers to held-out prompts, or all others."""
-        answers: list[Answer] = []
+        answers: list[CorpusEntry] = []
         for file in files:
             arrays, _ = read_tensors(file)
             if rows[arrays["prompts"][0]]["held_out"] != held_out:
@@ -234,7 +234,7 @@ class Corpus:
             tokens = np.split(arrays["tokens"], np.cumsum(lengths)[:-1])
             ends = np.cumsum(lengths - prompts)[:-1]  # of answers among the tokens of answers
             top_k = [np.split(arrays[name], ends) for name in ("log_p", "index") if name in arrays]
-            answers += map(Answer, sources, prompts.tolist(), tokens, *top_k)
+            answers += map(CorpusEntry, sources, prompts.tolist(), tokens, *top_k)
         if not answers:
             raise SelfJudgeError("there is no answer to learn from")
         return cls(answers)
