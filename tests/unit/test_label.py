@@ -19,7 +19,6 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import MeaningCheck, Original, OutcomeCheck, Substitution, decode_many
 from selfjudge.label.methods import (
     compute_tau,
-    find_next_mismatch,
     predict_draft_tokens,
     score_events,
     search_critical_tokens,
@@ -165,8 +164,6 @@ def test_which_places_can_be_labelled() -> None:
     assert select_places(response, drafts, special, suffix_length=2, cut=True) == [1, 3]
     assert select_places(response, drafts, special, suffix_length=0, cut=True) == [1, 3, 5]
     assert select_places([5], [6], special, suffix_length=0, cut=False) == []
-    assert find_next_mismatch(response, drafts, 2, special) == 3
-    assert find_next_mismatch(response, response, 0, special) == 7
 
 
 # searches

@@ -100,6 +100,7 @@ def is_checkable(name: str) -> bool:
 
 
 def refuse_quantised(dtype: str | None) -> None:
+    """Refuse weights whose rounding would decide labels."""
     if dtype in ("int8", "q4"):
         raise SelfJudgeError(f"labels are made in full precision: `dtype` {dtype} cannot be used")
 

@@ -4,6 +4,7 @@ hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, ent
                             highest [, hidden_before]
 work/labels-00000.json      the seal: checksums, what the shard was made from, and counts
 responses.jsonl             all responses
+calibration.safetensors     the scores that τ was found from, where it was
 manifest.json               written last: its existence means done"""
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from selfjudge.store.schema import LabelManifest, LabelRow, Response
 Row = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]
 FORMAT = 1
+EVIDENCE_FILE = "calibration.safetensors"  # what τ was found from
 SUMMED = ("rows", "acceptable", "target_tokens", "response_tokens", "controls", "controls_kept")
 """Counts of shards that a manifest adds up."""
 

@@ -38,7 +38,7 @@ MARGINS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats that part the groups that places are
 WEAK = 0.9  # share of critical mismatches from which the target is called too weak to tell
 FEWEST = 20  # critical tokens that a quantile is taken of
 ACCEPTABLE_RATE = 0.15  # where there is no such quantile: the share of mismatches that is accepted
-EVIDENCE = ("log_p", "original", "substituted", "highest")
+EVIDENCE_ARRAYS = ("log_p", "original", "substituted", "highest")
 
 
 @torch.no_grad()
@@ -148,17 +148,21 @@ def make_labels(
 
 @dataclass(frozen=True)
 class Event:
+    """A substitution that a search has tried."""
+
     substitution: Substitution
-    kept: bool  # whether the answer was preserved: then the token is unimportant
+    kept: bool  # whether the answer was preserved: then the token is not critical
     tokens: int  # number of tokens that the target read and wrote to find out
 
 
 @dataclass
 class Search:
+    """The search for critical tokens in a response, from left to right."""
+
     original: Original
-    response: tuple[int, ...]
-    place: int = 0
-    drafts: list[int] = field(default_factory=list)  # the draft's along the response; empty when it changed
+    response: tuple[int, ...]  # the current response: the original one, with all substitutions that kept its answer
+    place: int = 0  # where the search goes on
+    drafts: list[int] = field(default_factory=list)  # the draft's tokens along the response; empty after a change
     events: list[Event] = field(default_factory=list)
     done: bool = False
 
@@ -190,15 +194,11 @@ def _advance(pair: Pair, searches: Sequence[Search], most: int | None) -> list[S
     for search, drafts in zip(changed, predict_draft_tokens(pair, sequences), strict=True):
         search.drafts = drafts
     for search in active:
-        search.place = find_next_mismatch(search.response, search.drafts, search.place, special)
+        places = range(search.place, len(search.response))
+        ahead = (i for i in places if differ(search.response[i], search.drafts[i], special))
+        search.place = next(ahead, len(search.response))
         search.done = search.place >= len(search.response) - 1 or len(search.events) == most
     return [s for s in active if not s.done]
-
-
-def find_next_mismatch(response: Sequence[int], drafts: Sequence[int], place: int, special: frozenset[int]) -> int:
-    """The first place from `place` on where the draft differs and no special token is concerned; else the length."""
-    places = range(place, len(response))
-    return next((i for i in places if differ(response[i], drafts[i], special)), len(response))
 
 
 def score_events(scorer: Scorer, events: Sequence[Event]) -> list[tuple[Row, Case, Scores]]:
@@ -259,7 +259,7 @@ def draw_cases(pair: Pair, originals: Sequence[Original], config: LabelConfig) -
     window = pair.window
     mismatches = find_mismatches(pair, [(o.prompt, o.response, False) for o in originals], config.suffix_length)
     cases = [
-        _select_places(case, [k for k, place in enumerate(case.places) if len(case.prompt) + place + 1 < window])
+        _keep_places(case, [k for k, place in enumerate(case.places) if len(case.prompt) + place + 1 < window])
         for case in mismatches
     ]
     if config.substitutions is None:
@@ -268,11 +268,12 @@ def draw_cases(pair: Pair, originals: Sequence[Original], config: LabelConfig) -
     for original, case, margins in zip(originals, cases, compute_margins(pair, cases), strict=True):
         seed = hashlib.sha256(f"{config.seed}:{original.row['prompt_id']}".encode()).digest()
         rng = np.random.default_rng(int.from_bytes(seed))  # the same places, whatever else is drawn
-        drawn.append(_select_places(case, draw_places(margins, config.substitutions, rng)))
+        drawn.append(_keep_places(case, draw_places(margins, config.substitutions, rng)))
     return drawn
 
 
-def _select_places(case: Case, chosen: Sequence[int]) -> Case:
+def _keep_places(case: Case, chosen: Sequence[int]) -> Case:
+    """The case with these of its places alone."""
     return replace(case, places=[case.places[k] for k in chosen], drafts=[case.drafts[k] for k in chosen])
 
 
@@ -313,7 +314,7 @@ def calibrate(
         raise SelfJudgeError(f"the draft never differs from the target on {task.name}: there is nothing to judge")
     scored = score_events(scorer, events)
     scores = Scores.join([each for _, _, each in scored], scorer.suffix_length, pair.hidden_size)
-    arrays = {name: getattr(scores, name) for name in EVIDENCE}
+    arrays = {name: getattr(scores, name) for name in EVIDENCE_ARRAYS}
     arrays["critical"] = np.asarray([not event.kept for event in events], np.uint8)
     write_tensors(evidence, arrays, {"task": task.name, "prompts": len(originals)})
     tau = compute_tau(evidence, config.suffix_length, config.reject_recall)
@@ -321,7 +322,7 @@ def calibrate(
 
 
 def read_evidence(file: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of `calibration.safetensors`; a file with other arrays is an error."""
+    """The arrays of EVIDENCE_FILE; a file with other arrays is an error."""
     arrays, _ = read_tensors(file)
     shapes = {name: array.shape for name, array in arrays.items() if array.dtype.kind in "fu"}
     rows, suffix = shapes.get("critical", ()), shapes.get("original", ())

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import AnswerCheck, answer_prompts, find_originals
 from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
-from selfjudge.label.folder import FORMAT, SUMMED, Labels, Row, write_shard
+from selfjudge.label.folder import EVIDENCE_FILE, FORMAT, SUMMED, Labels, Row, write_shard
 from selfjudge.label.methods import (
     FEWEST,
     NOTHING,
@@ -35,12 +35,13 @@ from selfjudge.types import Notify, Tell, Warn, ignore
 SHARD = 64  # responses
 CONTINUATIONS = {"cuda": 16384}  # of a shard of consequences, by device
 TYPICAL_PLACES = 32  # of a response, where all are tried
-EVIDENCE = "calibration.safetensors"
 T = TypeVar("T")
 
 
 @dataclass
 class _LabelRun:
+    """A run of `label_pair`: what all of its stages share."""
+
     pair: Pair
     config: LabelConfig
     folder: RunFolder
@@ -134,7 +135,7 @@ def _label(run: _LabelRun) -> dict[str, Any]:
         "yields": yields,
         **{key: sum(shard[key] for shard in shards) for key in SUMMED if key in shards[0]},
         "shards": shards,
-        "files": {name: sha256(out / name) for name in ("responses.jsonl", EVIDENCE) if (out / name).is_file()},
+        "files": {name: sha256(out / name) for name in ("responses.jsonl", EVIDENCE_FILE) if (out / name).is_file()},
     }
     spent = sum(seconds for stage, seconds in run.seconds.items() if stage != "tau")
     run.folder.finish(
@@ -160,6 +161,7 @@ def _make_prompts(run: _LabelRun) -> tuple[list[Row], dict[str, Any]]:
 
 
 def _collect(run: _LabelRun, sources: Sequence[Source]) -> tuple[list[Row], dict[str, Any]]:
+    """The prompts of these sources as rows with unique ids, and what became of each source's prompts."""
     config, pair = run.config, run.pair
     longest = min(config.max_prompt_tokens, pair.window - 1)
     collect = Collector(pair, longest, config.seed, config.batch_size, run.data, run.notify)
@@ -187,8 +189,8 @@ def _find_tau(run: _LabelRun) -> dict[str, Any]:
     prompts, _ = _collect(run, [Source(config.calibrate, config.calibrate_prompts)])
     responses = _answer(run, prompts, lambda share: run.notify("τ: the target answers", share))
     check = AnswerCheck(run.pair, load_task(config.calibrate, run.data, allow_unsafe=config.allow_unsafe))
-    found = calibrate(check, config, responses, run.scorer(), run.folder.path / EVIDENCE, run.notify)
-    run.folder.seal("calibration", [EVIDENCE], **found)
+    found = calibrate(check, config, responses, run.scorer(), run.folder.path / EVIDENCE_FILE, run.notify)
+    run.folder.seal("calibration", [EVIDENCE_FILE], **found)
     return found
 
 

@@ -17,7 +17,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import feature_width, prompt_key
 from selfjudge.judge.model import join_features
 from selfjudge.label.config import find_shipped_tau
-from selfjudge.label.folder import Arrays, Row, name_shard_files, read_manifest, read_responses, read_shards
+from selfjudge.label.folder import EVIDENCE_FILE, Arrays, name_shard_files, read_manifest, read_responses, read_shards
 from selfjudge.label.methods import compute_tau
 from selfjudge.label.score import sum_scores
 from selfjudge.store import read_tensors
@@ -247,7 +247,7 @@ class LabelledRows:
         return tensor
 
 
-def _check_rows(file: Path, rows: Sequence[Row], arrays: Arrays, keys: Mapping[str, str]) -> None:
+def _check_rows(file: Path, rows: Sequence[Mapping[str, Any]], arrays: Arrays, keys: Mapping[str, str]) -> None:
     """Refuse features that are not finite, and labels of prompts that are not among the `keys` of their folder."""
     finite = ~np.isnan(arrays["log_p"]).any(1)
     for name in HIDDEN_ARRAYS & arrays.keys():
@@ -292,7 +292,7 @@ def _find_tau(folder: Path, manifest: dict[str, Any], length: int, gap: int, sco
     printed = score == "likelihood" and not gap
     if printed and length == manifest["suffix_length"] and manifest["tau"] is not None:
         return float(manifest["tau"])
-    evidence = folder / "calibration.safetensors"
+    evidence = folder / EVIDENCE_FILE
     if evidence.is_file():
         recall = (manifest.get("tau_evidence") or {}).get("reject_recall", 0.9)
         return float(compute_tau(evidence, length, recall, gap=gap, score=score)["tau"])
