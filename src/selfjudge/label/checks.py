@@ -88,7 +88,7 @@ class AnswerCheck(OutcomeCheck):
         return [
             Original(row, answer, self)
             for row, answer in zip(rows, answers, strict=True)
-            if answer is not None and self.task.is_scorable(row["row"], answer)
+            if self.task.is_scorable(row["row"], answer)
         ]
 
 

@@ -43,7 +43,7 @@ class LabelConfig:
     def check(self) -> None:
         """Refuse what cannot work before any model is loaded."""
         check_settings(self)
-        sources = self.sources()
+        sources = self.sources
         if self.calibrate is not None and not is_checkable(self.calibrate):
             raise SelfJudgeError(f"{self.calibrate} has no checkable answers to calibrate τ on")
         if wrong := [source.name for source in sources if source.answers > 1]:
@@ -62,10 +62,10 @@ class LabelConfig:
         if folder.claim(resume=resume):
             return folder
         search = [Source(self.calibrate, self.calibrate_prompts)] if self.calibrate is not None else []
-        check_readable([*self.sources(), *search], data)
+        check_readable([*self.sources, *search], data)
         if self.takes_shipped_tau:
             require_tau(target, draft_sha256, self.suffix_length)
-        checked = search if self.method == "selfjudge" else self.sources()
+        checked = search if self.method == "selfjudge" else self.sources
         programs = any(is_task(source.name) and isinstance(load_task(source.name), CodeTask) for source in checked)
         if programs and not self.allow_unsafe:
             check_isolation()
@@ -76,6 +76,7 @@ class LabelConfig:
         """Whether τ is needed and neither given nor searched for."""
         return self.method == "selfjudge" and self.tau is None and self.calibrate is None
 
+    @property
     def sources(self) -> list[Source]:
         """The sources of prompts, with counts that add up to `limit`."""
         return apply_limit([Source.parse(text) for text in self._prompts], self.limit)
@@ -91,7 +92,7 @@ class LabelConfig:
 
     def as_settings(self) -> dict[str, Any]:
         """The settings as `settings.json` keeps them, with checksums of the prompt files."""
-        return {**asdict(self), "prompts": self._prompts, "prompt files": hash_files(self.sources())}
+        return {**asdict(self), "prompts": self._prompts, "prompt files": hash_files(self.sources)}
 
 
 def is_checkable(name: str) -> bool:

@@ -152,7 +152,7 @@ def _make_prompts(run: _LabelRun) -> tuple[list[Row], dict[str, Any]]:
     file = run.folder.work / "prompts.jsonl"
     if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is not None:
         return list(read_rows(file, LabelPrompt)), seal["yields"]
-    rows, yields = _collect(run, run.config.sources())
+    rows, yields = _collect(run, run.config.sources)
     if not rows:
         raise SelfJudgeError("there is no prompt left to label: give more with `prompts`")
     write_rows(file, rows)

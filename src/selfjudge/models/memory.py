@@ -91,9 +91,9 @@ def count_weights(model: PreTrainedModel, dtype: str, device: str) -> int:
     """Bytes of the weights in memory."""
     file, head = gguf_file(model), model.get_output_embeddings().weight
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    count: int = sum(p.numel() for p in model.parameters() if not (tied and p is head))
-    if tied and model.get_input_embeddings().weight is head:
-        count += head.numel()
+    count: int = sum(p.numel() for p in model.parameters())
+    if tied and model.get_input_embeddings().weight is not head:
+        count -= head.numel()
     if dtype == "q4":
         assert file is not None
         return _count_blocks(file)

@@ -98,8 +98,9 @@ class Task:
         return a is not None and a == b
 
     def is_scorable(self, row: Row, answer: str | None) -> bool:
-        """Can this answer of a response be preserved, or is there none?"""
-        return answer is not None
+        """Whether there is an answer to preserve. The empty one of a program that passes no test is none: all programs
+        that fail would equal it."""
+        return bool(answer)
 
     def score(self, row: Row, text: str) -> dict[str, float]:
         """Measures of a text, each from 0 to 1."""

@@ -259,7 +259,7 @@ class File(Task):
         return scoring.same_words(a, b)
 
     def is_scorable(self, row: Row, answer: str | None) -> bool:
-        return answer is not None and _scorable(row)
+        return super().is_scorable(row, answer) and _scorable(row)
 
     def rate(self, row: Row, answer: str | None) -> dict[str, float]:
         return super().rate(row, answer) if _scorable(row) else {}
@@ -307,10 +307,6 @@ class CodeTask(Task):
 
     def _passes(self, job: tuple[str, ProgramTest]) -> bool:
         return passes_test(*job, prelude=self.prelude, allow_unsafe=self.allow_unsafe)
-
-    def is_scorable(self, row: Row, answer: str | None) -> bool:
-        """A program that passes no test has nothing to preserve: any other that fails would equal it."""
-        return bool(answer)
 
     def rate(self, row: Row, answer: str | None) -> dict[str, float]:
         passed = len(answer.split(",")) if answer else 0

@@ -48,11 +48,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgramResult:
+    """What a program printed, and how it ended."""
+
     stdout: str
     stderr: str
     code: int | None  # exit code, or minus the signal that ended it; None if it was killed from outside
     killed: Killed
-    seconds: float
 
 
 @cache
@@ -129,13 +130,13 @@ def _run(files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool
 
 def _watch(job: Mapping[str, Any], stdin: bytes, limits: Limits) -> ProgramResult:
     """Start the jail and read what comes until it ends, prints too much or takes too long."""
-    start = time.monotonic()
+    deadline = time.monotonic() + limits.seconds
     process, status = _start_jail(job, stdin)
     assert process.stdout
     assert process.stderr
     with process, os.fdopen(status, "rb") as told:
         try:
-            output, killed = _read([process.stdout, process.stderr, told], start + limits.seconds, limits.output)
+            output, killed = _read([process.stdout, process.stderr, told], deadline, limits.output)
         finally:
             _end(process)
     out, err, ending = (data[: limits.output].decode("utf-8", "replace") for data in output)
@@ -150,7 +151,7 @@ def _watch(job: Mapping[str, Any], stdin: bytes, limits: Limits) -> ProgramResul
         code = process.returncode  # the program killed the jail: only possible without namespaces
     elif not killed:
         raise SelfJudgeError(" ".join((rest or err or "the jail ended early").split()))
-    return ProgramResult(out, err, code, killed, time.monotonic() - start)
+    return ProgramResult(out, err, code, killed)
 
 
 def _start_jail(job: Mapping[str, Any], stdin: bytes) -> tuple[subprocess.Popen[bytes], int]:
