@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.checkpoint import GROUP, check_heads, quantise
-from selfjudge.models.shape import Shape, describe, head_width
+from selfjudge.models.shape import FAMILIES, Shape, describe, head_width
 
 BLOCKS = {  # block types by their number in a file: name, weights per block, bytes per block
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -29,10 +29,8 @@ BLOCKS = {  # block types by their number in a file: name, weights per block, by
 
 RECODED = frozenset({10, 11, 20, 23})  # block types that the CPU kernel does not multiply: they are read as int8
 
-ARCHITECTURES = {  # model types of transformers by the general architecture of a file
-    name: {"gemma3": "gemma3_text"}.get(name, name)
-    for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "smollm3")
-}
+ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf}
+"""Model types of transformers by the general architecture of a file."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -223,12 +221,9 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, start: in
     return TensorInfo(name, rows, cols, kind, start + offset, rows * cols // weights * size)
 
 
-INTERLEAVED = ("llama", "granite", "smollm3")  # their files have rotary pairs of queries and keys side by side
-
-
 def tensor_order(config: PretrainedConfig, name: str, rows: int) -> NDArray[np.int32] | None:
     """Where the rows of a matrix, or the entries of its bias, lie in a file; None where they lie in order."""
-    if config.model_type not in INTERLEAVED or name.split(".")[-2] not in ("attn_q", "attn_k"):
+    if not FAMILIES[config.model_type].interleaved or name.split(".")[-2] not in ("attn_q", "attn_k"):
         return None
     pairs = np.arange(rows, dtype=np.int32).reshape(-1, head_width(config) // 2, 2)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)

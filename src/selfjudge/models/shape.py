@@ -1,14 +1,17 @@
 """What a decoder is made of: one description, read from a config of transformers, that all fast engines run.
-GGUF files become such a config first (`gguf.py`); `FAMILIES` has what a model type's config does not say. What cannot
-be described is refused with the property that is in the way."""
+GGUF files become such a config first (`gguf.py`); `families.json` has what a model type's config does not say. What
+cannot be described is refused with the property that is in the way."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from selfjudge.store import read_json
 
 ROTARY = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
@@ -43,26 +46,14 @@ class Family:
     scaled_embedding: bool = False  # whether embeddings are multiplied with the root of their width
     windows: str = ""  # which layers a sliding window has: none, `all`, or by the `layers` that the config lists
     reads: tuple[str, ...] = ()  # names in its config that other types ignore
+    gguf: str = ""  # the general architecture of its GGUF files, where they are read
+    interleaved: bool = False  # whether rotary pairs of queries and keys lie side by side in those files
 
 
-_GEMMA = {"norm_offset": 1.0, "wide_norms": True, "scaled_embedding": True}
-_GEMMA2 = {**_GEMMA, "norms": "both", "windows": "layers"}
-_GEMMA2_READS = ("hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention")
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(windows="all"),
-    "qwen2": Family(windows="layers"),
-    "qwen3": Family(windows="layers", qk_norm="head"),
-    "smollm3": Family(windows="layers", reads=("no_rope_layers",)),
-    "olmo2": Family(norms="after", wide_norms=True, qk_norm="whole"),
-    "phi3": Family(windows="all", fused=True, reads=("partial_rotary_factor",)),
-    "granite": Family(
-        reads=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-    ),
-    "gemma": Family(**_GEMMA),  # type: ignore[arg-type]
-    "gemma2": Family(**_GEMMA2, reads=(*_GEMMA2_READS, "attn_logit_softcapping")),  # type: ignore[arg-type]
-    "gemma3_text": Family(**_GEMMA2, qk_norm="head", reads=_GEMMA2_READS),  # type: ignore[arg-type]
-}  # fmt: skip
+    name: Family(**entry | {"reads": tuple(entry.get("reads", ()))})
+    for name, entry in read_json(Path(__file__).with_name("families.json")).items()
+}  # by the model type of transformers
 
 
 @dataclass(frozen=True)
