@@ -184,7 +184,6 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("info", "labels/manifest.json", put(rows=-1), '"rows" must be at least 0'),
     ("info", "labels/manifest.json", put(layer="third"), '"layer" must be "final"'),
     ("info", "labels/manifest.json", put(rows=True), '"rows" must be a whole number, not true'),
-    ("train", "labels/manifest.json", lambda data: data | {"shards": data["shards"][:1] * 2}, "is missing or damaged"),
     ("info", "labels/manifest.json", shard(files={"../secret": "a" * 64}), "the name of a file in this folder"),
     ("info", "labels/manifest.json", shard(files={"/etc/passwd": "a" * 64}), "the name of a file in this folder"),
     ("info", "labels/manifest.json", renamed("labels-00000.jsonl", "../labels-00000.jsonl"), "the name of a file"),

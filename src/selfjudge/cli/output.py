@@ -15,7 +15,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from selfjudge.store.files import dumped, fill_template
+from selfjudge.store.files import dump, fill_template
 
 QUIET = 15.0  # seconds after which a stage that goes on says so where there is no terminal
 CELL = " ¦ "  # between the cells of a table in `texts`
@@ -30,7 +30,7 @@ def as_options(message: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(dumped(value, indent=2))
+    typer.echo(dump(value, indent=2))
 
 
 def fill_text(name: str, **values: Any) -> str:

@@ -80,7 +80,7 @@ def weight_files(reference: str | Path) -> list[Path]:
 def read_json(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
     """Read a JSON file that must be what `schema` says (see schema.py); anything else is a one-line error."""
     try:
-        with _regular(path) as file:
+        with _open_regular(path) as file:
             raw = file.read(MAX_DOCUMENT + 1)
         if len(raw) > MAX_DOCUMENT:
             raise ValueError(TOO_LARGE)
@@ -102,7 +102,7 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"it is not JSON ({error.msg}, character {error.pos + 1})") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _nested(value):
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise ValueError("it is nested too deep")
     if _SURROGATE.search(text):
         try:
@@ -112,20 +112,20 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _number(text: str) -> float:
+def _float(text: str) -> float:
     number = float(text)
     if not isfinite(number):
         raise ValueError(f"it holds {text[:20]}, which is not a finite number")
     return number
 
 
-def _whole(text: str) -> int:
+def _int(text: str) -> int:
     if len(text) > 20:
         raise ValueError(f"it holds a number that is too large ({text[:20]}…)")
     return int(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         names = Counter(name for name, _ in pairs)
@@ -133,11 +133,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_number, parse_int=_whole, parse_constant=_number)
+_DECODER = json.JSONDecoder(object_pairs_hook=_dict, parse_float=_float, parse_int=_int, parse_constant=_float)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def _nested(value: Any) -> bool:
+def _is_too_deep(value: Any) -> bool:
     """Whether lists and objects are nested more than MAX_DEPTH times."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -147,7 +147,7 @@ def _nested(value: Any) -> bool:
     return True
 
 
-def _regular(path: Path) -> BinaryIO:
+def _open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; pipes and devices, which may never end, are refused."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is not a file")
@@ -156,22 +156,22 @@ def _regular(path: Path) -> BinaryIO:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole or not at all."""
-    write_text(path, dumped(value, indent=2) + "\n")
+    write_text(path, dump(value, indent=2) + "\n")
 
 
-def dumped(value: Any, **options: Any) -> str:
+def dump(value: Any, **options: Any) -> str:
     """JSON text; non-finite numbers become null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, **options)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, **options)
+        return json.dumps(_without_non_finite(value), ensure_ascii=False, **options)
 
 
-def _finite(value: Any) -> Any:
+def _without_non_finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: _without_non_finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [_without_non_finite(inner) for inner in value]
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
@@ -256,14 +256,14 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         packed = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.suffix == ".gz" else contextlib.nullcontext(raw)
         with packed as file:
             for row in rows:
-                file.write((dumped(row) + "\n").encode())
+                file.write((dump(row) + "\n").encode())
 
 
 def read_rows(path: Path, schema: Any = dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The rows of a jsonl file, plain or gzipped, one at a time; each must be what `schema` says."""
     number = 0
     try:
-        with _regular(path) as raw:
+        with _open_regular(path) as raw:
             file: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             while line := file.readline(MAX_DOCUMENT + 1):
                 number += 1
@@ -284,7 +284,7 @@ def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapp
 
     try:
         with whole_tensors(path) as file:
-            save_file(dict(arrays), file, {"json": dumped(metadata or {})})
+            save_file(dict(arrays), file, {"json": dump(metadata or {})})
     except (OSError, SafetensorError) as error:
         raise SelfJudgeError(f"cannot write {path}: {error}") from None
 
@@ -294,7 +294,7 @@ def read_tensors(path: Path, names: Iterable[str] | None = None) -> tuple[dict[s
     from safetensors import SafetensorError, safe_open
 
     try:
-        with _regular(path), safe_open(path, "numpy") as file:
+        with _open_regular(path), safe_open(path, "numpy") as file:
             metadata = parse_json((file.metadata() or {}).get("json", "{}"))
             arrays = {name: file.get_tensor(name) for name in names or file.keys()}
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:  # numpy lacks some dtypes
