@@ -79,6 +79,7 @@ class DataMaker:
         return list(read_rows(self.run.path / PROMPTS, DistillPrompt)), seal
 
     def _make_prompts(self) -> dict[str, Any]:
+        """Collect the prompts, choose which are held out, and write them in random order; their seal."""
         config, begun = self.config, time.monotonic()
         longest = config.max_prompt_tokens
         collect = Collector(self.pair, longest, config.seed, config.batch, self.data, self.notify)

@@ -144,6 +144,7 @@ class Scorer:
 
     @torch.no_grad()
     def _batch(self, cases: Sequence[Case]) -> list[Scores]:
+        """The scores of cases that share a pass."""
         wide = choose_width(max(len(c.prompt) + len(c.response) for c in cases), self.device, self._window)
         ids = torch.zeros(len(cases), wide, dtype=torch.long)
         for row, case in enumerate(cases):
@@ -199,6 +200,7 @@ class Scorer:
         )
 
     def _branches(self, cases: Sequence[Case]) -> list[Branch]:
+        """All substitutions of these cases, in order."""
         branches = []
         for row, case in enumerate(cases):
             for number, (place, draft) in enumerate(zip(case.places, case.drafts, strict=True)):

@@ -110,6 +110,7 @@ def _left_of_group() -> int | None:
 
 
 def _field(file: Path, name: str, unit: int) -> int | None:
+    """A number of a file of lines `name number`, in bytes; None where it is not there."""
     try:
         found = re.search(rf"^{name}:?\s+(\d+)", file.read_text(), re.MULTILINE)
     except OSError:

@@ -76,6 +76,7 @@ class _Reader:
         self.file, self.size = file, size
 
     def take(self, count: int) -> bytes:
+        """The next bytes."""
         if count > self.size:
             raise ValueError("it is cut short")
         if count > _MOST_TEXT:
@@ -130,6 +131,7 @@ class GgufFile:
         return now.st_size, now.st_mtime_ns
 
     def _read(self, file: IO[bytes], size: int) -> list[TensorInfo]:
+        """Read the metadata; the tensors, in the order of their places."""
         head = _Reader(file, size)
         if head.take(4) != b"GGUF":
             raise ValueError("it is not a GGUF file")
@@ -209,6 +211,7 @@ class GgufFile:
 
 
 def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> TensorInfo:
+    """What a file says of a tensor, if it can be read: its blocks are known, and it is a matrix or a row."""
     if kind not in BLOCKS:
         known = ", ".join(block[0] for block in BLOCKS.values())
         raise ValueError(f"{name} has blocks of unknown type {kind}; there are: {known}")
@@ -247,6 +250,7 @@ class _Metadata:
         self.architecture = name
 
     def positive(self, name: str, default: float | None = None, kind: Any = int | float, most: float = math.inf) -> Any:
+        """A number above 0 and at most `most`; `default` where the file does not say it."""
         value = self.file.metadata.get(f"{self.architecture}.{name}", default)
         if value is None:
             raise SelfJudgeError(f"{self.file.path} does not say {self.architecture}.{name}")
@@ -258,6 +262,7 @@ class _Metadata:
         return int(self.positive(name, default, int, _MOST_COUNT))
 
     def rope(self) -> dict[str, Any]:
+        """The rotary embedding, as a config of transformers has it."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.positive("rope.freq_base", 10000.0)}
         scaling = self.file.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if "rope_factors_long.weight" in self.file.tensors:
@@ -347,6 +352,7 @@ def read_config(file: GgufFile) -> PretrainedConfig:
 
 
 def _special_token(file: GgufFile, name: str, vocabulary: int) -> int | None:
+    """The id of a token such as `eos`; None where the file names none."""
     token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
     outside = type(token) is int and not 0 <= token < vocabulary
     if outside and name == "padding":  # as files say that have none: nothing here is padded with it
@@ -357,6 +363,7 @@ def _special_token(file: GgufFile, name: str, vocabulary: int) -> int | None:
 
 
 def _expected(file: GgufFile, name: str, shape: tuple[int, int] | None = None) -> TensorInfo:
+    """A tensor that must be there, of this shape if one is given."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise SelfJudgeError(f"{file.path} lacks the tensor {name}")

@@ -120,6 +120,7 @@ class _Cache:
         shutil.rmtree(parts, ignore_errors=True)
 
     def _check_room(self, needed: int) -> None:
+        """Refuse to begin what the disk has no room for."""
         free = shutil.disk_usage(self.models).free
         if free < needed:
             raise SelfJudgeError(

@@ -113,6 +113,7 @@ def parse_json(text: str) -> Any:
 
 
 def _float(text: str) -> float:
+    """A number, which must be finite."""
     number = float(text)
     if not isfinite(number):
         raise ValueError(f"it holds {text[:20]}, which is not a finite number")
@@ -120,12 +121,14 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
+    """A whole number of at most 20 digits."""
     if len(text) > 20:
         raise ValueError(f"it holds a number that is too large ({text[:20]}…)")
     return int(text)
 
 
 def _dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, whose keys must differ."""
     value = dict(pairs)
     if len(value) < len(pairs):
         names = Counter(name for name, _ in pairs)
@@ -168,6 +171,7 @@ def dump(value: Any, **options: Any) -> str:
 
 
 def _without_non_finite(value: Any) -> Any:
+    """The value with None in place of numbers that are not finite."""
     if isinstance(value, Mapping):
         return {key: _without_non_finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

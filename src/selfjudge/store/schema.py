@@ -108,6 +108,7 @@ def _plan(kind: Any) -> Plan:
 
 
 def _check(value: Any, plan: Plan) -> None:
+    """Raise a `_Mismatch` where the value is not what the plan says."""
     origin, inside = plan
     if origin is Any:
         return

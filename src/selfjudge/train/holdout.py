@@ -25,6 +25,7 @@ class CountsAbove(NamedTuple):
 
 
 def count_above(scores: NDArray[Any], labels: NDArray[Any]) -> CountsAbove:
+    """Count the rows above each θ that makes a difference: 0, 1 and all scores."""
     thetas = np.unique(np.concatenate([[0.0], scores.astype(np.float64), [1.0]]))
     acceptable, bad = np.sort(scores[labels > 0.5]), np.sort(scores[labels <= 0.5])
     return CountsAbove(
@@ -103,6 +104,7 @@ def write_card(folder: Path, judge: JudgeConfig, evidence: Evidence) -> None:
 
 
 def format_card(judge: JudgeConfig, evidence: Evidence) -> str:
+    """The text of the card: thresholds with the shares of tokens that they accept, AUC, sources."""
     curve = dict(judge.quality_curve)
     named = {name: judge.thresholds[name] for name in ("F", "R", "F_accept", "F_reject", "Youden")}
     named |= {f"rejects {q:.0%} of bad substitutions (`--quality {q}`)": curve[q] for q in SHOWN}

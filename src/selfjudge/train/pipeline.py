@@ -149,6 +149,7 @@ def measure_on_holdout(
 
 
 def _count_by_source(rows: LabelledRows) -> dict[str, dict[str, float]]:
+    """Number of rows and share of acceptable ones, by source of prompts."""
     counts = {}
     for name in np.unique(rows.sources[rows.used]):
         labels = rows.labels[rows.used & (rows.sources == name)]
@@ -168,6 +169,7 @@ class Scaler:
 
     @classmethod
     def of(cls, chunks: Chunks) -> Scaler:
+        """Measure them in one pass over all rows."""
         count, total, squares = 0, torch.zeros(0), torch.zeros(0)
         for x, _ in chunks():
             wide = x.double()
@@ -243,6 +245,7 @@ def _take_step(
 
 
 def _sum_rows(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
+    """One pass over all rows."""
     loss, gradient = 0.0, torch.zeros_like(weights)
     curvature = torch.zeros(len(weights), len(weights), dtype=weights.dtype, device=weights.device)
     for x, labels in chunks():

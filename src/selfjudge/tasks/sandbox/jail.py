@@ -42,6 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> NoReturn:
+    """Run the job of the file that is open as the first argument; say on the second how the program ended."""
     job_file, status, parent = (int(number) for number in sys.argv[1:4])
     os.set_inheritable(status, False)  # the program must not write there
     with open(job_file, "rb") as file:
