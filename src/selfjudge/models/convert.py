@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -29,6 +30,7 @@ from selfjudge.models.checkpoint import check_finite, read_packed
 from selfjudge.models.device import check_memory
 from selfjudge.models.gguf import (
     GgufFile,
+    TensorInfo,
     checkpoint_name,
     expected_tensors,
     gguf_file,
@@ -97,19 +99,19 @@ def dequantise(model: PreTrainedModel, dtype: torch.dtype, tell: Tell = ignore) 
     for name, parameter in whole.named_parameters():
         if (source := file.tensors.get(names.pop(name, ""))) is None:
             raise SelfJudgeError(f"{file.path} lacks the weights of {name}")
-        ordered = tensor_order(model.config, source.name, len(parameter)) is None
-        step = max(1, PIECE_WEIGHTS // source.cols) if ordered else source.rows  # else each piece would read all rows
-        pieces += [(parameter, source, slice(first, first + step)) for first in range(0, source.rows, step)]
+        order = tensor_order(model.config, source.name, len(parameter))
+        step = source.rows if order is not None else max(1, PIECE_WEIGHTS // source.cols)
+        pieces += [(parameter, source, order, slice(first, first + step)) for first in range(0, source.rows, step)]
     if names:
         raise SelfJudgeError(f"{file.path}: {min(names.values())} has no place in a model of floats: use `dtype` q4")
 
-    def fill(piece: tuple[Tensor, Any, slice]) -> None:
-        parameter, source, rows = piece
-        order = tensor_order(model.config, source.name, len(parameter))
-        if order is None or source.rows > 1:
-            values = file.floats(source, rows if order is None else order[rows])
-        else:  # a bias
+    def fill(piece: tuple[Tensor, TensorInfo, NDArray[Any] | None, slice]) -> None:
+        """Dequantise some rows of a tensor into a parameter; those that a file has in another order all at once."""
+        parameter, source, order, rows = piece
+        if order is not None and source.rows == 1:  # a bias
             values = file.floats(source)[:, order]
+        else:
+            values = file.floats(source, rows if order is None else order)
         if source.name.endswith("norm.weight"):
             values = values - shape.family.norm_offset
         parameter.view(source.rows, source.cols)[rows] = torch.from_numpy(values).to(dtype)

@@ -77,8 +77,6 @@ class _Reader:
 
     def take(self, count: int) -> bytes:
         """The next bytes."""
-        if count > self.size:
-            raise ValueError("it is cut short")
         if count > _MOST_TEXT:
             raise ValueError(f"it has a text of {count} bytes")
         if len(data := self.file.read(count)) < count:
