@@ -96,31 +96,33 @@ class Trainer:
         """Train, from a checkpoint if there is one, until the schedule or all gain ends; the best weights are kept."""
         evaluations = self.schedule.evaluations
         evaluated, notified, saved = math.floor(self.share * evaluations), 0.0, time.monotonic()
+        batches = self._batches()
         try:
             while self.share < 1.0:
-                generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + self.state.epoch)
-                batches = self.learner.data.training.batches(self.schedule.batch_tokens, generator)
-                for rows in batches[self.state.position :]:
-                    self._learn(rows)
-                    if self.share * evaluations >= evaluated + 1:
-                        evaluated = math.floor(self.share * evaluations)
-                        self._evaluate()
-                    elif self.clock - notified > 1:
-                        notified = self.clock
-                        self.notify("training", self.share)
-                    if self.clock - saved > CHECKPOINT_SECONDS:
-                        self._save()
-                        saved = self.clock = time.monotonic()
-                    if self.share >= 1.0:
-                        break
-                else:
-                    self.state.epoch, self.state.position = self.state.epoch + 1, 0
+                self._learn(next(batches))
+                if self.share * evaluations >= evaluated + 1:
+                    evaluated = math.floor(self.share * evaluations)
+                    self._evaluate()
+                elif self.clock - notified > 1:
+                    notified = self.clock
+                    self.notify("training", self.share)
+                if self.clock - saved > CHECKPOINT_SECONDS:
+                    self._save()
+                    saved = self.clock = time.monotonic()
         finally:  # also when interrupted: nothing of the training is lost
             self._save()
         with torch.no_grad():
             for name, p in self.parameters.items():
                 p.copy_(self.best[name])
         return self.state
+
+    def _batches(self) -> Iterator[Sequence[int]]:
+        """The batches of all epochs from where the training is; each epoch has an order of its own."""
+        state = self.state
+        while True:
+            generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + state.epoch)
+            yield from self.learner.data.training.batches(self.schedule.batch_tokens, generator)[state.position :]
+            state.epoch, state.position = state.epoch + 1, 0
 
     def _learn(self, rows: Sequence[int]) -> None:
         """One step; the learning rate warms up and then follows a cosine of the share that is done."""
