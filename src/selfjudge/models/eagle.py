@@ -294,8 +294,7 @@ def read_head(folder: Path, target: PreTrainedModel) -> EagleHead:
         head = EagleHead(config, ids)
         head.load_state_dict(tensors)
     except (RuntimeError, ValueError, TypeError, LookupError) as error:  # other names, shapes or rotary embeddings
-        fault = str(error).splitlines()[:2][-1].strip()  # the first line of a RuntimeError names the module alone
-        raise SelfJudgeError(f"the head in {folder} is not one that can be read: {fault}") from None
+        raise SelfJudgeError(f"the head in {folder} is not one that can be read: {first_line(error)}") from None
     if output is not None:
         head.output = output[order]
     own = target.get_input_embeddings().weight

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import quiet_hub, read_json, read_rows, unreachable
 
 Row = dict[str, Any]
@@ -158,7 +158,7 @@ def load_hub_rows(task: str, name: str, config: str | None = None, **options: An
         with quiet_hub():
             return [dict(row) for row in load_dataset(name, config, **options)]
     except Exception as error:  # the hub, the network, the disk: its errors are of many kinds
-        why = next(iter(str(error).splitlines()), "") or type(error).__name__
+        why = first_line(error)
         raise SelfJudgeError(f"cannot load {name} from the hub ({why}): check the network or give `data`") from None
 
 

@@ -170,12 +170,10 @@ class Scaler:
     @classmethod
     def of(cls, chunks: Chunks) -> Scaler:
         """Measure them in one pass over all rows."""
-        count, total, squares = 0, torch.zeros(0), torch.zeros(0)
+        count, total, squares = 0, torch.tensor(0.0), torch.tensor(0.0)
         for x, _ in chunks():
             wide = x.double()
-            total = wide.sum(0) if not count else total + wide.sum(0)
-            squares = wide.square().sum(0) if not count else squares + wide.square().sum(0)
-            count += len(x)
+            count, total, squares = count + len(x), total + wide.sum(0), squares + wide.square().sum(0)
         mean = total / count
         deviation = (squares / count - mean.square()).clamp_min(0).sqrt()
         varies = deviation > 1e-7 * mean.abs() + 1e-12  # what rounding leaves of a constant is less
