@@ -36,6 +36,7 @@ from selfjudge.integrations.vllm.serve import RUNNER, choose_runner
 from selfjudge.integrations.vllm.signatures import adapter_of
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
+from selfjudge.models.device import send
 from selfjudge.models.eagle import write_head
 from selfjudge.models.pair import Pair, export_head
 from selfjudge.ops import argmax_checked
@@ -374,6 +375,27 @@ def test_counts_are_shown_when_somebody_looks(monkeypatch: pytest.MonkeyPatch) -
     assert [one[0] for one in shown] == [1, 1, 2, 4, 4, 4, 4]
 
 
+def test_counts_that_arrive_while_they_are_shown_are_shown_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device copies the next totals into the same memory."""
+    counted, shown = Counts(CPU, "model", "0"), [0] * 4
+
+    class Shown:
+        def __init__(self, place: int) -> None:
+            self.place = place
+
+        def labels(self, *_: str) -> Shown:
+            return self
+
+        def inc(self, amount: int) -> None:
+            shown[self.place] += amount
+            counted.total += 1
+
+    monkeypatch.setattr("selfjudge.integrations.vllm.approval._counters", lambda: [Shown(i) for i in range(4)])
+    for wanted in ([0] * 4, [4] * 4, [8] * 4):
+        counted._show(counted.total, None)
+        assert shown == wanted
+
+
 class Operators(TorchDispatchMode):
     """How many operators of torch ran."""
 
@@ -399,6 +421,24 @@ def test_lossless_steps_are_counted_when_somebody_looks() -> None:
     counted.note(emitted, ends)
     counted.settle().zero_()
     assert set(counted.read().values()) == {0}
+
+
+def test_what_a_step_uploads_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `send`: from other memory a copy waits for the work that is under way."""
+    sent: list[Any] = []
+
+    def noted(values: Any, *where: Any) -> torch.Tensor:
+        sent.append([*values])
+        return send(values, *where)
+
+    for module in ("approval", "plan"):
+        monkeypatch.setattr(f"selfjudge.integrations.vllm.{module}.send", noted)
+    counted, rows = Counts(CPU, "model", "0"), LastPlan().rows([2, 1], CPU)
+    counted.note(torch.tensor([1, 2]), np.array([0, 1, 3]))
+    counted.settle()
+    codes = Plan([Margin(1.0), Margin(2.0)], rows, [2, 1])
+    assert codes.table[1].tolist() == [1.0, 1.0, 2.0]
+    assert sent == [[2, 1], [False, True], codes.codes]
 
 
 def test_rows_are_computed_when_they_change() -> None:

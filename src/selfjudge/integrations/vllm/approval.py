@@ -19,6 +19,7 @@ from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan, RequestGuards
 from selfjudge.judge.model import Judge
+from selfjudge.models.device import send
 from selfjudge.ops import argmax_checked, has_triton
 from selfjudge.types import Block
 
@@ -77,8 +78,7 @@ class Counts:
         """The totals with all that was noted."""
         if self._noted:
             (emitted, ends), self._noted = zip(*self._noted, strict=True), []
-            drafted = torch.from_numpy(np.concatenate([np.diff(one) > 1 for one in ends]))
-            drafted = drafted.to(self.total.device, non_blocking=True)
+            drafted = send(np.concatenate([np.diff(one) > 1 for one in ends]), self.total.device)
             tokens = (torch.cat(emitted) * drafted).sum()
             self.total[:3] += torch.stack([drafted.sum(), tokens, tokens])
         return self.total
@@ -102,9 +102,9 @@ class Counts:
     def _show(self, totals: Tensor, copied: torch.Event | None) -> None:
         if copied is not None:
             copied.synchronize()
-        for counter, now, before in zip(_counters(), totals.tolist(), self._shown, strict=True):
-            counter.labels(*self._labels).inc(max(0, now - before))
-        self._shown = totals.tolist()
+        before, self._shown = self._shown, totals.tolist()  # read once: the next copy may arrive meanwhile
+        for counter, old, new in zip(_counters(), before, self._shown, strict=True):
+            counter.labels(*self._labels).inc(max(0, new - old))
 
 
 class Approval:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from selfjudge.decoding import guards, rules_by_row as codes
 from selfjudge.integrations.vllm.plan import Plan
+from selfjudge.models.device import send
 from selfjudge.ops.kernels_triton import ROW_BLOCK, ROW_WARPS, JudgeWeights, draft_score, flat_scan, row_argmax, scan
 
 STATE, POSITION, STRICT_UNTIL, STRICT_CODE, VALUE, LIMIT, PRICE, WINDOW, COLUMNS = map(tl.constexpr, range(9))
@@ -255,9 +256,8 @@ class RequestTable:
     def decide(self, batch: Any, hidden: Tensor, logits: Tensor, judge: JudgeWeights | None, *, fused: bool) -> None:
         """Fill in the rows of a step, whose tokens have these states; without verdicts where it is not fused."""
         if self.new:  # copied without waiting
-            lines = torch.tensor([[slot, *line] for slot, line in self.new.items()], dtype=torch.float64)
+            lines = send([[slot, *line] for slot, line in self.new.items()], self.lines.device, torch.float64)
             self.new = {}
-            lines = (lines.pin_memory() if self.lines.is_cuda else lines).to(self.lines.device, non_blocking=True)
             self.lines[lines[:, 0].long()] = lines[:, 1:]
         key = fused, judge is None, hidden.stride(0), logits.stride(0)
         if key not in self._launches:

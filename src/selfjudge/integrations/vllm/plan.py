@@ -17,6 +17,7 @@ from torch import Tensor
 from selfjudge.decoding.guards import ALWAYS, LINE, asks_for_structure, structure_of
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.decoding.rules_by_row import Code, encode
+from selfjudge.models.device import send
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Plan:
     def table(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The codes on the device: value and limit of each row [n], price and window of each request [R]."""
         device, owner = self.rows.owner.device, self.rows.owner
-        value, limit, price, window = torch.tensor(self.codes).to(device, non_blocking=True).unbind(1)
+        value, limit, price, window = send(self.codes, device).unbind(1)
         return value[owner].int(), limit[owner], price.contiguous(), window.int()
 
 
@@ -85,8 +86,7 @@ class LastPlan:
     def rows(self, sizes: list[int], device: torch.device) -> DraftRows:
         """The rows of requests with so many drafts."""
         if self._rows is None or self._sizes != sizes:
-            on_device = torch.tensor(sizes).to(device, non_blocking=True)
-            self._sizes, self._rows = sizes, DraftRows.of(on_device, sum(sizes))
+            self._sizes, self._rows = sizes, DraftRows.of(send(sizes, device), sum(sizes))
         return self._rows
 
     def plan(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows) -> Plan:

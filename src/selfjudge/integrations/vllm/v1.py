@@ -16,6 +16,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import StepDrafts, Verification
 from selfjudge.integrations.vllm.plan import DraftRows
 from selfjudge.integrations.vllm.signatures import exactly, has, takes
+from selfjudge.models.device import send
 
 
 def check() -> None:
@@ -105,7 +106,7 @@ class FirstRunnerAdapter:
             staying = {name: own for name, own in known.items() if own.params is params.get(name)}
             self._free += [own.slot for name, own in known.items() if name not in staying]
             self._known = {name: staying.get(name) or self._enter(requests[name]) for name in params}
-            self._slots = torch.tensor([own.slot for own in self._known.values()]).to(self._slots.device)
+            self._slots = send([own.slot for own in self._known.values()], self._slots.device, torch.long)
         return [own.rule for own in self._known.values()]
 
     def _enter(self, request: Any) -> KnownRequest:
