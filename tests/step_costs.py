@@ -21,7 +21,7 @@ from triton.runtime import driver
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.vllm.approval import Approval, Counts, Verification
 from selfjudge.integrations.vllm.plan import RequestGuards
-from selfjudge.integrations.vllm.v2 import MarkProcessor
+from selfjudge.integrations.vllm.v2 import MarkProcessor, SecondRunnerAdapter
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 
@@ -79,29 +79,41 @@ class Words:
         return ["a"] * len(ids)
 
 
-def steps_of(rules: tuple[str, ...], judge: Judge) -> dict[str, int]:
-    """The costs of the last of some steps of requests with these rules."""
+def steps_of(
+    rules: tuple[str, ...], judge: Judge, slots: torch.dtype = torch.int32, *, warmed: bool = False
+) -> dict[str, int]:
+    """The costs of the last of some steps of requests with these rules; of the first one where kernels are `warmed`."""
     guards, requests, n = RequestGuards(Words(), 8, CPU), len(rules), len(rules) * (GAMMA + 1)
     verification = Verification(
         Approval(judge, SPECIAL, CPU), Counts(CPU, "model", "0"), None, guards, lambda said: said
     )  # type: ignore[arg-type]
     marks = MarkProcessor(verification, 8, GAMMA)
+    if warmed:
+        warm_up(marks)
     for slot, text in enumerate(rules):
         marks.enter(slot, None if text == "off" else RuleRequest(text).resolve(SPECIAL, judge), [])
     ends = (GAMMA + 1) * np.arange(requests + 1, dtype=np.int32)
     batch = SimpleNamespace(
-        num_reqs=requests, idx_mapping_np=np.arange(requests, dtype=np.int32), idx_mapping=torch.arange(requests).int(),
+        num_reqs=requests, idx_mapping_np=np.arange(requests, dtype=np.int32), idx_mapping=torch.arange(requests, dtype=slots),
         logits_indices=torch.arange(n), positions=torch.arange(n), input_ids=torch.zeros(n, dtype=torch.int32),
         cu_num_logits=torch.from_numpy(ends), cu_num_logits_np=ends,
     )  # fmt: skip
-    hidden, logits = torch.zeros(n, HIDDEN), torch.zeros(n, VOCAB)
+    hidden, logits, emitted = torch.zeros(n, HIDDEN), torch.zeros(n, VOCAB), torch.ones(requests, dtype=torch.int32)
     with Operators():
-        for _ in range(STEPS):
+        for _ in range(1 if warmed else STEPS):
             cost.update(dict.fromkeys(cost, 0))
             marks.decide(hidden, logits, batch)
             marks.apply(logits, None)
-            marks.finish(batch, batch.idx_mapping)
+            marks.finish(batch, emitted)
     return dict(cost)
+
+
+def warm_up(marks: MarkProcessor) -> None:
+    """Compile as an adapter does before the first request."""
+    adapter = SecondRunnerAdapter.__new__(SecondRunnerAdapter)
+    adapter.marks, adapter.listed = marks, True
+    adapter.runner = SimpleNamespace(dtype=torch.float32, vocab_size=VOCAB)
+    adapter._warm_up()
 
 
 def main() -> None:
@@ -117,7 +129,10 @@ def main() -> None:
         triton.compiler.CompiledKernel.__getitem__ = lambda _, grid: lambda: grid  # which takes no arguments
     config = JudgeConfig(HIDDEN)
     judge = Judge(config, torch.randn(config.width))
-    print(json.dumps({name: steps_of(rules, judge) for name, rules in RULES.items()}))
+    costs = {name: steps_of(rules, judge) for name, rules in RULES.items()}
+    for slots in (torch.int32, torch.int64):
+        costs[f"first step, {slots}"] = steps_of(MIXED, judge, slots, warmed=True)
+    print(json.dumps(costs))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def test_few_variants_of_kernels_serve_all_batches() -> None:
 def test_a_step_of_the_second_runner_is_few_launches_and_no_operators() -> None:
     """Nothing is uploaded for requests that stay, and nothing runs where all are lossless."""
     costs = json.loads(run("step_costs.py"))
+    first = [costs.pop(f"first step, torch.{slots}") for slots in ("int32", "int64")]  # by the version of vLLM
+    assert [(cost["launches"], cost["by_the_front_end"]) for cost in first] == [(3, 0), (3, 0)]
     assert costs.pop("off") == {"launches": 0, "by_the_front_end": 0, "operators": 0}
     assert set(costs) >= {"margin:1", "margin:price=0.2", "judged:0.5", "judged:price=0.04", "mixed"}
     for rule, cost in costs.items():

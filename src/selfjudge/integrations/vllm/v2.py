@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,13 +185,15 @@ class SecondRunnerAdapter:
         marks, device, judge = self.marks, self.marks.table.lines.device, self.marks.approval.judge
         rows, zero = torch.arange(2, device=device), torch.zeros(1, dtype=torch.int32, device=device)
         batch = SimpleNamespace(
-            num_reqs=1, idx_mapping=zero, idx_mapping_np=np.zeros(1, np.int32), logits_indices=rows, positions=rows,
+            num_reqs=1, idx_mapping_np=np.zeros(1, np.int32), logits_indices=rows, positions=rows,
             cu_num_logits=2 * rows.int(), cu_num_logits_np=np.array([0, 2]), input_ids=rows.int(),
         )  # fmt: skip
         states = torch.zeros((2, judge.config.hidden_size if judge else 1), dtype=self.runner.dtype, device=device)
         logits = torch.zeros((2, self.runner.vocab_size), dtype=self.runner.dtype, device=device)
         judged = [Judged(judge, 1.0), Judged(judge, price=0.0)] if judge else []
-        for rule in [Margin(0.0), Margin(price=0.0), *judged, None]:
+        rules = [Margin(0.0), Margin(price=0.0), *judged, None]
+        for slots, rule in product((zero, zero.long()), rules):  # int32 in 0.26, later int64
+            batch.idx_mapping = slots
             marks.enter(0, rule, [])
             marks.decide(states, logits, batch)
             marks.apply(logits.float() if self.listed else logits.clone(), None)  # as the sampler has them
