@@ -11,7 +11,7 @@ class SelfJudgeError(Exception):
     Messages name arguments in backticks (`max_new_tokens`); the command line shows them as its options."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What somebody else's exception says, short enough for a line of ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:160]

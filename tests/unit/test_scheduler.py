@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from selfjudge.decoding.text import Batch, StepOutput, generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server import scheduler as scheduler_module
+from selfjudge.integrations.server.api import Endpoints
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.operation import Metrics
@@ -200,6 +203,44 @@ def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatc
     assert last(again[1]).result is not None
     assert scheduler.alive
     assert scheduler.busy == 0
+
+
+@pytest.mark.parametrize("where", ["_turn", "_next", "_end"])
+def test_an_error_that_ends_decoding_ends_every_request(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Those that are decoded, those that wait, and later ones; the probes say why."""
+    scheduler = begin(max_batch=2)
+    flushed: list[int] = []
+    scheduler.flush = lambda: flushed.append(1)
+    jobs = [job(scheduler, prompt=(5, 6 + i)) for i in range(4)]
+    for one, _ in jobs:
+        scheduler.submit(one)
+
+    def fail(*_: Any, **__: Any) -> None:
+        flushed.clear()
+        raise KeyError("no such row\nat all")
+
+    monkeypatch.setattr(scheduler, where, fail)
+    scheduler.start()
+    assert [last(updates).failure for _, updates in jobs] == ["error"] * 4
+    scheduler._thread.join(600)
+    assert flushed
+    assert scheduler.busy == 0
+    assert total(scheduler.metrics, "generations_total", finish="error") == 4
+    for late in (lambda: scheduler.submit(job(scheduler)[0]), scheduler.reserve().__enter__):
+        with pytest.raises(
+            RefusedError, match="decoding has ended, start the server again: KeyError: 'no such row"
+        ) as no:
+            late()
+        assert (no.value.status, no.value.body["error"]["type"]) == (503, "server_error")
+    endpoints = Endpoints(scheduler, None)
+    for probe in (endpoints.health, endpoints.ready):
+        answer = asyncio.run(probe())
+        assert (answer.status_code, json.loads(bytes(answer.body))) == (
+            503,
+            {"status": "broken", "error": str(no.value)},
+        )
 
 
 def test_what_a_key_has_read_is_found_by_this_key_alone(begin: Begin) -> None:

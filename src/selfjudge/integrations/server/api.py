@@ -73,10 +73,10 @@ class Endpoints:
         return Response(page(), media_type="text/html", headers=headers())
 
     async def health(self) -> Response:
-        """Whether requests are welcome."""
-        if self.scheduler.closed or not self.scheduler.alive:
-            return JSONResponse({"status": "stopping" if self.scheduler.closed else "broken"}, 503)
-        return JSONResponse({"status": "ok"})
+        """Whether requests are welcome, or why they are not."""
+        if (why := self.scheduler.broken) is not None:
+            return JSONResponse({"status": "broken", "error": why}, 503)
+        return JSONResponse({"status": "stopping"}, 503) if self.scheduler.closed else JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
         """Whether a request would find a place; health does not ask for one."""

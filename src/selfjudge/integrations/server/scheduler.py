@@ -21,6 +21,7 @@ from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.decoding.text import Batch, StepOutput
 from selfjudge.engine.prefixes import open_store
 from selfjudge.engine.select import PairEngines
+from selfjudge.errors import first_line
 from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, ShadowJobs, Update
@@ -80,13 +81,14 @@ class Scheduler:
         self._batches: dict[RowRules | RuleChoice, Batch] = {}  # by the key of choices
         self._jobs: dict[Answer, CompletionJob] = {}  # those that are being decoded
         self._encoding: Counter[int] = Counter()  # requests whose prompt becomes token ids now, by key
-        self._running = 0
+        self._open = set[CompletionJob]()  # those that are not over, but for second answers
         self._later, self._cycles = Counter[str](), Counter[str]()  # by mode: tokens after the first, and cycles
         self.closed = self._stopping = False
+        self.broken: str | None = None  # why decoding has ended by itself
         self._thread = threading.Thread(target=self._work, name="decode", daemon=True)
         metrics.gauge("queue_depth", lambda: len(self._queue))
         metrics.gauge("encoding", self._encoding.total)
-        metrics.gauge("running", lambda: self._running)
+        metrics.gauge("running", lambda: len(self._open) - len(self._queue))
         metrics.gauge("batches", lambda: len(self._batches))
         self._gamma, self._mean_length = dict.fromkeys(MODES, 0), dict.fromkeys(MODES, 0.0)
         for mode in MODES:
@@ -110,7 +112,7 @@ class Scheduler:
     def busy(self) -> int:
         """Jobs that are not over."""
         with self._state:
-            return len(self._queue) + self._running
+            return len(self._open)
 
     @contextlib.contextmanager
     def reserve(self, key: int = 0) -> Iterator[None]:
@@ -132,9 +134,12 @@ class Scheduler:
                 if self.shadow is not None:
                     self.shadow.choose(job)
                 self._queue.append(job)
+                self._open.add(job)
             self._state.notify()
 
     def _check_room(self, key: int, jobs: int = 1) -> None:
+        if self.broken is not None:
+            raise RefusedError(503, self.broken)
         if self.closed:
             raise RefusedError(*FAILURES["shutdown"])
         share = max(1, self.config.max_queue // max(1, len(self.config.keys)))  # of each key
@@ -152,7 +157,7 @@ class Scheduler:
             job.given_up = why
             if job in self._queue:
                 self._queue.remove(job)
-                self._end(job, None, why, running=False)
+                self._end(job, None, why)
 
     def close(self) -> None:
         """Take no more jobs."""
@@ -169,15 +174,35 @@ class Scheduler:
         self._thread.join(seconds)
 
     def _work(self) -> None:
-        while self._prepare():
-            if self._captures and not self._batches:
-                assert self.warm_up is not None
-                try:
-                    self.warm_up.capture(0.0)
-                except Exception:
-                    LOG.exception("a cycle could not be captured")
-                    self.warm_up.done = True
-            self._advance()
+        try:
+            while self._prepare():
+                if self._captures and not self._batches:
+                    self._capture()
+                self._advance()
+        except BaseException as error:
+            self._break(error)
+
+    def _capture(self) -> None:
+        assert self.warm_up is not None
+        try:
+            self.warm_up.capture(0.0)
+        except Exception:
+            LOG.exception("a cycle could not be captured")
+            self.warm_up.done = True
+
+    def _break(self, error: BaseException) -> None:
+        """Decoding ends by an error: all jobs fail, and no other is taken."""
+        LOG.critical("decoding has ended", exc_info=error)
+        with self._state:
+            self.broken = f"decoding has ended, start the server again: {type(error).__name__}: {first_line(error)}"
+            failed = [*self._open]
+            self._queue.clear()
+            self._open.clear()
+        for job in failed:
+            job.over = True
+            self._count(job, None, "error")
+            job.send(Update(failure="error"))
+        self.flush()
 
     def _advance(self) -> None:
         """One pass of every batch, without the answers that were given up."""
@@ -212,7 +237,6 @@ class Scheduler:
             entering = [] if second is None else [second]
             while (job := self._next(entering)) is not None:
                 self._queue.remove(job)
-                self._running += 1
                 entering.append(job)
                 if job.echoed:  # others may enter before the next prompt is read
                     break
@@ -289,16 +313,15 @@ class Scheduler:
         if not any(job.choice.key == key for job in self._jobs.values()):
             self._batches.pop(key).close()
 
-    def _end(self, job: CompletionJob, answer: Answer | None, failure: Failure | None, *, running: bool = True) -> None:
+    def _end(self, job: CompletionJob, answer: Answer | None, failure: Failure | None) -> None:
         """Count a job that is over, and send its last update."""
-        if running and not job.background:
-            with self._state:
-                self._running -= 1
-        job.over = True
         result = answer.generation() if answer is not None and failure is None else None
         if not job.background:
             finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
             self._count(job, answer, finish)
+        with self._state:
+            self._open.discard(job)
+        job.over = True
         job.send(Update(result=result, failure=failure))
         self.flush()
         if result is not None and self.shadow is not None:
