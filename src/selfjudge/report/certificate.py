@@ -3,16 +3,14 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from selfjudge.report.charts import Chart, Point, Series
 from selfjudge.report.draw import draw
-from selfjudge.report.formats import Sentences, fixed, points, show_count, show_text, signed_points, tenths, whole
+from selfjudge.report.formats import Sentences, fixed, points, show_count, signed_points, tenths, whole
 from selfjudge.report.page import render
 from selfjudge.report.tables import GAMMA, PER_PASS, Column, Row, Table, word_column
 from selfjudge.report.verdict import LOW_SCORE
-from selfjudge.store import fill_template
 
 SMALLEST_GAIN = {"tokens_per_second": 0.03, "expected_tokens_per_second": 0.05, "mean_accepted_length": 0.05}
 """A smaller gain is not worth an answer: `exact` is recommended. What was not timed must show more."""
@@ -22,14 +20,6 @@ GAINS = {
     "mean_accepted_length": ("tokens per target pass", "m × exact"),
 }
 """What a gain is of, by how speeds compare, in a sentence and as the head of a column."""
-COMMAND = "selfjudge serve --recipe ."
-ASSETS = Path(__file__).with_name("assets")
-
-
-def make_title(certificate: Mapping[str, Any]) -> str:
-    if certificate["certified"]:
-        return f"Certificate for {certificate['pair']}"
-    return f"{'Nothing to gain' if _has_certified(certificate) else 'Nothing certified'} for {certificate['pair']}"
 
 
 def _has_right_and_wrong(certificate: Mapping[str, Any]) -> bool:
@@ -44,29 +34,16 @@ def _find_closest(certificate: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return max(compared, key=lambda row: row["speed_ci"][0], default=None)
 
 
-def _has_certified(certificate: Mapping[str, Any]) -> bool:
-    return any(row["refuted"] for row in certificate["candidates"])
-
-
-def plain_wins(certificate: Mapping[str, Any]) -> bool:
-    """Whether nothing was faster than plain decoding: the recipe then makes no drafts."""
-    return not certificate["certified"] and certificate["exact_over_plain"] == 1
-
-
 def list_loads(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The certificate as it is for each load."""
     return [dict(certificate), *({**certificate, **row} for row in certificate["more_loads"])]
 
 
-def _change(ratio: float) -> str:
-    return fixed(100 * (ratio - 1), 0, "+")
-
-
 _describe = Sentences(
     "certificate.txt", gains=GAINS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN,
-    trimmed=lambda share: points(share).removesuffix(".0"), ratio=_change, plain_wins=plain_wins,
-    has_right_and_wrong=_has_right_and_wrong, has_certified=_has_certified,
-    is_single=lambda known: re.fullmatch(r"(\d+\*)?1|", known["groups"]) is not None, find_closest=_find_closest,
+    trimmed=lambda share: points(share).removesuffix(".0"), ratio=lambda ratio: fixed(100 * (ratio - 1), 0, "+"),
+    has_right_and_wrong=_has_right_and_wrong, find_closest=_find_closest,
+    is_single=lambda known: re.fullmatch(r"(\d+\*)?1|", known["groups"]) is not None,
 )  # fmt: skip
 describe_baseline = partial(_describe, "baseline")  # how `exact` and plain decoding do
 describe_verdict = partial(_describe, "verdict")  # gain and loss, for a reader without statistics
@@ -74,24 +51,6 @@ describe_result = partial(_describe, "result")  # the result, and why it has no 
 describe_load = partial(_describe, "by_load")  # the result for one load
 describe_claim = partial(_describe, "claim")  # what is claimed, and for which prompts
 describe_doubt = partial(_describe, "doubt")  # why it says little, where `exact` is hardly ever right; else empty
-
-
-def _facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The models, prompts, engine and versions that the certificate holds for."""
-    versions = ", ".join(f"{name} {number}" for name, number in certificate["versions"].items())
-    machine = certificate.get("machine") or {}
-    return [
-        ("pair", certificate["pair"]),
-        ("rule", f"{certificate['resolved']}, γ = {certificate['gamma']}"),
-        ("target, sha256", show_text(certificate.get("target_sha256"))),
-        ("draft, sha256", show_text(certificate.get("draft_sha256"))),
-        ("tokenizer, sha256", certificate["tokenizer_sha256"]),
-        ("prompts", f"{certificate['task']}, sha256 {certificate['prompts_sha256']}"),
-        ("engine", f"{certificate['engine']}, {certificate['dtype']}, {certificate.get('batch')} prompts at a time"),
-        ("machine", show_text(machine.get("gpu") or machine.get("cpu") or machine.get("arch"))),
-        ("versions", versions),
-        ("date", certificate["date"]),
-    ]
 
 
 def _split_candidates(certificate: Mapping[str, Any]) -> tuple[Table, str]:
@@ -146,30 +105,21 @@ def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
     return Chart("evidence", "Evidence over prompts", "prompts", "ln of the capital", series, level=evidence["goal"])
 
 
-def _contents(certificate: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page and the text both say, by the names in their templates."""
-    table, untried = _split_candidates(certificate)
-    return {
-        "certificate": certificate,
-        "title": make_title(certificate),
-        "doubt": describe_doubt(certificate),
-        "baseline": describe_baseline(certificate),
-        "verdict": describe_verdict(certificate),
-        "finding": describe_result(certificate),
-        "claim": describe_claim(certificate),
-        "command": COMMAND,
-        "others": [("Inside vLLM", f"{COMMAND} --backend vllm")] if certificate["gamma"] else [],
-        "notes": fill_template(ASSETS / "notes.txt", certificate=certificate, points=points).splitlines(),
-        "facts": _facts(certificate),
-        "loads": _tabulate_loads(certificate),
-        "table": table,
-        "untried": untried,
-    }
-
-
 def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
     """One self-contained HTML page. `examples` are answers lost and gained, with the tokens of both."""
     evidence = certificate["evidence"]
-    chart = draw(_evidence_chart(evidence, certificate["rule"])) if evidence else None
-    forms = {"points": signed_points, "fixed": fixed}
-    return render("certificate.html", **_contents(certificate), **forms, drawing=chart, examples=examples, data={})
+    table, untried = _split_candidates(certificate)
+    return render(
+        "certificate.html",
+        certificate=certificate,
+        describe=_describe,
+        title=_describe("title", certificate),
+        loads=_tabulate_loads(certificate),
+        table=table,
+        untried=untried,
+        drawing=draw(_evidence_chart(evidence, certificate["rule"])) if evidence else None,
+        examples=examples,
+        signed_points=signed_points,
+        fixed=fixed,
+        data={},
+    )

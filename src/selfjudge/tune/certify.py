@@ -180,10 +180,9 @@ def estimate_needed_prompts(
     return max(least, math.ceil(n + least / 2))
 
 
-def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delta: float) -> dict[str, Any]:
-    """The course of a bet that was won, until it was; and the exact binomial bound of losses, unless it ended early."""
+def describe_evidence(claim: Claim, observations: Sequence[float] | Floats) -> dict[str, Any]:
+    """The course of a bet that was won, until it was."""
     decision = decide(claim, observations)
-    hits, used = sum(d > 0 for d in observations), len(observations)
     course = decision.log_capital[: decision.refuted_at]
     kept = np.unique(np.linspace(0, len(course) - 1, min(POINTS, len(course))).round().astype(int))
     return {
@@ -192,7 +191,6 @@ def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delt
         "p_value": decision.p_value,
         "goal": claim.goal,
         "log_capital": [[int(i) + 1, float(course[i])] for i in kept],
-        **({"lost_bound": find_binomial_bound(hits, used, delta)} if used == claim.n else {}),
     }
 
 
@@ -206,17 +204,3 @@ def find_upper_bound(differences: Sequence[float] | Floats, delta: float, n: int
             break
         bound = claim.epsilon
     return bound
-
-
-def find_binomial_bound(hits: int, n: int, delta: float) -> float:
-    """Clopper and Pearson's upper bound: the probability at which `hits` or fewer of n have the probability δ."""
-    if hits >= n:
-        return 1.0
-    k = np.arange(hits + 1)
-    log_choose = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in k])
-    low, high = hits / n, 1.0
-    for _ in range(40):
-        p = (low + high) / 2
-        few = np.exp(log_choose + k * math.log(p) + (n - k) * math.log1p(-p)).sum()
-        low, high = (p, high) if few > delta else (low, p)
-    return high

@@ -233,7 +233,7 @@ def describe_certified(
     return {
         "n": len(observed),
         **summarise(differences, sizes),
-        "evidence": describe_evidence(claim, observed, delta),
+        "evidence": describe_evidence(claim, observed),
         "overlap": None if losses is None else describe_overlap(losses, sizes, delta),
     }
 
