@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.rules import AcceptanceRule, Judged
+from selfjudge.decoding.rules import Judged
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan, RequestGuards
 from selfjudge.judge.model import Judge
@@ -180,21 +180,9 @@ class Approval:
         return (tokens[:, None] == self.special).any(-1)
 
 
-class StepDrafts(NamedTuple):
-    """The n drafts of R requests that are about to be verified, and the m rows that verify them."""
-
-    slots: Tensor  # [R] the slot of each request in `RequestGuards`
-    newest: Tensor  # [R] the token before each request's drafts
-    positions: Tensor  # [R] its position
-    drafts: Tensor  # [n]
-    hidden: Tensor  # [m, H]
-    logits: Tensor  # [m, V]
-    at: Tensor  # [n] the row of states and logits that predicts a draft; the row after it has read the draft
-
-
 @dataclass
 class Verification:
-    """Asks the rules about the drafts of each step, and notes what came of them, wherever a runner keeps them."""
+    """What an adapter asks about the drafts of each step, and where it notes what came of them."""
 
     approval: Approval
     counts: Counts
@@ -202,17 +190,3 @@ class Verification:
     guards: RequestGuards
     agree: Callable[[Tensor], Tensor]  # makes all ranks of a tensor-parallel group hold the same mask
     last: LastPlan = field(default_factory=LastPlan)
-
-    def approve(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows, step: StepDrafts) -> Tensor | None:
-        """[n] which drafts the rules of their requests accept; None where all requests are lossless."""
-        if not any(rules):
-            return None
-        plan = self.last.plan(rules, rows)
-        most = max(plan.sizes, default=0)
-        exact = self.guards.find_exact(step.slots, step.newest, step.positions, step.drafts, rows, most)
-        return self.agree(self.approval(step.hidden, step.logits, step.at, step.drafts, plan, exact))
-
-    def finish(self, rows: DraftRows, emitted: Tensor, flags: Tensor | None) -> None:
-        """The step gave so many tokens [R] to its requests; `flags` [3, n] are those of `Approval.mark`."""
-        self.guards.advance(emitted)
-        self.counts.total += count_step(rows, emitted, flags)

@@ -27,6 +27,7 @@ from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer, Answers
 from selfjudge.integrations.vllm.config import KEY, WORKER
 from selfjudge.integrations.vllm.serve import PairEngine, speculation
@@ -100,9 +101,6 @@ class VllmBackend:
         self.pair = pair
         self._engine = PairEngine(pair, model, options)
         pair.target_model.remote = self
-
-    def close(self) -> None:
-        self._engine.close()
 
     def respond(
         self,
@@ -202,15 +200,14 @@ class VllmAnswerer(Answerer):
     def device(self) -> str:
         return str(self.pair.target.get_output_embeddings().weight.device.type)
 
-    def close(self) -> None:
-        self._engine.close()
-
     def answer(
-        self, prompts: Sequence[Prompt], rule: AcceptanceRule, gamma: int, max_new_tokens: int, seeds: Sequence[int]
-    ) -> Answers:
+        self, prompts: Sequence[Prompt], run: RuleRun, max_new_tokens: int, seeds: Sequence[int],
+        *, batch: int | None = None, trace: bool = False,
+    ) -> Answers:  # fmt: skip
         """Greedy answers; seeds are for rules that vLLM does not take."""
         from vllm.sampling_params import RequestOutputKind
 
+        rule, gamma = run.rule, run.gamma
         extra = {KEY: request_options(rule)}
         more = {"logprobs": 0, "output_kind": RequestOutputKind.DELTA, "extra_args": extra if gamma else None}
         engine = self._start(gamma, rule.judge).llm_engine

@@ -61,12 +61,12 @@ class ShadowMiddleware:
             await asgi.refuse(send, large)
             return
         request = _parse(body or b"")
-        if request is not None and not _leaves_rule(request):
+        if request is not None and _names_rule(request):
             request = None
         if request is not None:
             self.shadow.notice(describe_answer(_prompt(request), 0, 0, 0))
             if refuted:
-                scope, messages = _with_body(scope, _lossless(request))
+                scope, messages = _lossless(scope, request)
         chosen = request is not None and _comparable(request) and self.shadow.choose()
         first = Reply(send)
         self.under_way += 1
@@ -88,7 +88,7 @@ class ShadowMiddleware:
             if shown is None or self.shadow.monitor.refuted:
                 return
             alone = {key: value for key, value in request.items() if key not in ("stream", "stream_options")}
-            scope, messages = _with_body(scope, _lossless(alone))
+            scope, messages = _lossless(scope, alone)
             second = Reply()
             await self.app(scope, replay(messages, asyncio.Future), second)
             if (exact := _text(second)) is not None:
@@ -153,20 +153,16 @@ def _extras(request: dict[str, Any]) -> dict[str, Any]:
     return extras if isinstance(extras, dict) else {} if extras is None else {KEY: ""}
 
 
-def _leaves_rule(request: dict[str, Any]) -> bool:
-    """Whether a request leaves its rule to the engine."""
+def _names_rule(request: dict[str, Any]) -> bool:
+    """Whether a request does not leave its rule to the engine, or is one that vLLM refuses."""
     with contextlib.suppress(SelfJudgeError):
-        return not read_options(_extras(request))
-    return False
+        return bool(read_options(_extras(request)))
+    return True
 
 
-def _lossless(request: dict[str, Any]) -> dict[str, Any]:
-    return {**request, "vllm_xargs": {**_extras(request), KEY: '{"off": true}'}}
-
-
-def _with_body(scope: Scope, request: dict[str, Any]) -> tuple[Scope, list[Message]]:
-    """The scope and the messages of a changed request."""
-    body = json.dumps(request).encode()
+def _lossless(scope: Scope, request: dict[str, Any]) -> tuple[Scope, list[Message]]:
+    """The scope and the messages of a request, changed to be decoded losslessly."""
+    body = json.dumps({**request, "vllm_xargs": {**_extras(request), KEY: '{"off": true}'}}).encode()
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
     changed = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
     return changed, [{"type": "http.request", "body": body, "more_body": False}]

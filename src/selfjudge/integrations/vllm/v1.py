@@ -13,7 +13,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.integrations.vllm.approval import StepDrafts, Verification
+from selfjudge.integrations.vllm.approval import Verification, count_step
 from selfjudge.integrations.vllm.plan import DraftRows
 from selfjudge.integrations.vllm.signatures import exactly, has, takes
 from selfjudge.models.device import send
@@ -77,14 +77,17 @@ class FirstRunnerAdapter:
         state = self.runner.execute_model_state
         if state is None or (drafts := state.spec_decode_metadata) is None:
             return
-        tokens, rules = drafts.draft_token_ids, self._requested()
-        self._rows = rows = self.verification.last.rows(drafts.num_draft_tokens, tokens.device)
+        tokens, rules, ask = drafts.draft_token_ids, self._requested(), self.verification
+        self._rows = rows = ask.last.rows(drafts.num_draft_tokens, tokens.device)
+        if not any(rules):  # all requests are lossless
+            return
         newest = drafts.logits_indices[rows.newest]
         buffers = self.runner.input_ids, self.runner.positions  # some versions keep a copy on the host beside them
         ids, positions = (getattr(buffer, "gpu", buffer)[newest] for buffer in buffers)
+        plan = ask.last.plan(rules, rows)
+        exact = ask.guards.find_exact(self._slots, ids, positions, tokens, rows, max(plan.sizes, default=0))
         hidden, logits, at = state.sample_hidden_states, state.logits, drafts.target_logits_indices
-        step = StepDrafts(self._slots, ids, positions, tokens, hidden, logits, at)
-        self._approved = self.verification.approve(rules, rows, step)
+        self._approved = ask.agree(ask.approval(hidden, logits, at, tokens, plan, exact))
 
     def mark(self, logits: Tensor, drafts: Tensor) -> None:
         """Mark the approved drafts on the logits that are verified."""
@@ -92,9 +95,11 @@ class FirstRunnerAdapter:
             self._flags = self.verification.approval.mark(logits, drafts, self._approved)
 
     def after_sampling(self, sampled: Tensor) -> None:
-        """Count the step."""
+        """Follow and count the tokens of the step."""
         if self._rows is not None:
-            self.verification.finish(self._rows, (sampled >= 0).sum(1), self._flags)
+            emitted = (sampled >= 0).sum(1)
+            self.verification.guards.advance(emitted)
+            self.verification.counts.total += count_step(self._rows, emitted, self._flags)
         self._rows = self._approved = self._flags = None
 
     def _requested(self) -> list[AcceptanceRule | None]:
