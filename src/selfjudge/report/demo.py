@@ -1,7 +1,7 @@
 """The page of `selfjudge demo`, and its last sentences: the gain, then rules side by side, with answers by token."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from selfjudge.report.formats import Sentences, fixed, percent, tenths
@@ -31,8 +31,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
     """One self-contained HTML page from the output of `selfjudge demo --json`. Only `rows` is required: a demo may have
     been stopped. A row with `tokens` (see `make_token_rows`) shows its first answer token by token, others as plain
     text. `gain` is the question on the large model, with rows of its own."""
-    rows: list[dict[str, Any]] = result["rows"]
-    gain, findings = result.get("gain") or {"rows": []}, describe_result(result)
+    rows, gain, findings = result["rows"], result.get("gain") or {"rows": []}, describe_result(result)
     notes = _say("notes", result, "" if "busy" in " ".join(findings) else result.get("busy", ""))  # busy: said once
     return render(
         "demo.html",
@@ -40,11 +39,11 @@ def demo_page(result: Mapping[str, Any]) -> str:
         findings=findings,
         gain=gain if gain["rows"] else None,
         gain_table=gain_table(gain) if gain["rows"] else None,
-        gain_answers=[_answer(row) for row in gain["rows"]],
         table=Table("rules", "Rules side by side", COLUMNS, tuple(rows), notes) if rows else None,
         pair=result.get("pair") or "the small pair",
         prompt=result.get("prompt") or "",
-        answers=[_answer(row) for row in rows if row.get("tokens") or row.get("example")],
+        answers=[row for row in rows if row.get("tokens") or row.get("example")],
+        origins=ORIGINS,
         following=describe_next(result),
         glossary=GLOSSARY,
         data={},
@@ -67,12 +66,7 @@ def describe_result(result: Mapping[str, Any]) -> list[str]:
 
 
 _say = Sentences("demo.txt", glossary=GLOSSARY)
-
-
-def describe_next(result: Mapping[str, Any]) -> str:
-    """What to type after the demo."""
-    pair = "" if result.get("gain") else f" --pair {result.get('pair') or 'smollm2-135m'}"
-    return f'Next: selfjudge generate "your question"{pair} --color; or selfjudge serve{pair}, and open its address.'
+describe_next = partial(_say, "next")  # what to type after the demo
 
 
 def mark_substitutions(tokens: Sequence[Mapping[str, Any]]) -> str:
@@ -86,19 +80,4 @@ def mark_substitutions(tokens: Sequence[Mapping[str, Any]]) -> str:
 
 def gain_table(gain: Mapping[str, Any]) -> Table:
     """The question on the large model: what each rule took for it."""
-    turns = len(gain["rows"][0]["seconds"])
-    note = f"{gain['pair']}, {gain['dtype']}, the draft {gain['draft_dtype']}; medians of {turns} turns."
-    if len(gain["rows"]) > 2:
-        note += f" {gain['rows'][2]['rule']} drafts as much per step as exact did, so that their m compare."
-    return Table("gain", "One question by turns", COLUMNS, tuple(gain["rows"]), note)
-
-
-def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = row.get("tokens") or ()
-    counts = Counter(token["origin"] for token in tokens)
-    return {
-        "rule": row["rule"],
-        "text": row.get("example") or "",
-        "tokens": tokens,
-        "counts": ", ".join(f"{counts[origin]} {origin}" for origin in ORIGINS) if tokens else "",
-    }
+    return Table("gain", "One question by turns", COLUMNS, tuple(gain["rows"]), _say("gain_note", gain))

@@ -42,13 +42,13 @@ def report(folders: Sequence[Path], out: Path) -> Content:
     text = render(
         "report.html",
         **_describe_runs(results.runs),
-        shown=[*tables, *charts, *(["viewer"] if viewer["runs"] else [])],
+        shown=[*tables, *charts, *(["viewer"] if viewer else [])],
         tables=tables,
         charts=charts,
         drawings=drawings,
         verdict=verdict,
         skipped=results.skipped,
-        data=viewer,
+        data={"runs": viewer},
     )
     every = list(chain.from_iterable(tables.values()))
     try:
@@ -89,20 +89,18 @@ def _templates() -> Environment:
     return templates
 
 
-def _viewer_data(runs: Sequence[EvalRun]) -> Content:
+def _viewer_data(runs: Sequence[EvalRun]) -> list[Content]:
     """Answers for the viewer, by run."""
-    return {
-        "runs": [
-            {
-                "group": name_task(pair, task, runs)[0],
-                "name": f"{run.rule}, γ = {run.gamma}",
-                "examples": [_viewer_example(example) for example in run.examples],
-            }
-            for (pair, task), here in group_by_task(runs).items()
-            for run in here
-            if run.examples
-        ]
-    }
+    return [
+        {
+            "group": name_task(pair, task, runs)[0],
+            "name": f"{run.rule}, γ = {run.gamma}",
+            "examples": [_viewer_example(example) for example in run.examples],
+        }
+        for (pair, task), here in group_by_task(runs).items()
+        for run in here
+        if run.examples
+    ]
 
 
 def _viewer_example(example: AnswerExample) -> Content:

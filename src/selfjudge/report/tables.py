@@ -14,7 +14,6 @@ from selfjudge.report.records import PAPER, EvalRun, Interval, Results, group_by
 from selfjudge.store import markdown_table
 from selfjudge.types import GLOSSARY
 
-Z = 1.959964  # 95 % of a normal distribution lie within ± Z standard deviations
 PAIRS_SHOWN = 3  # number of substitutions shown for each run
 Row = Mapping[str, Any]
 
@@ -199,13 +198,10 @@ def mean_with_interval(
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None, None
-    if len(known) == 1:
-        return known[0], intervals[0]
     mean = sum(known) / len(known)
-    errors = [(high - low) / (2 * Z) for low, high in filter(None, intervals)]
-    if len(errors) < len(known):
-        return mean, None
-    half = Z * math.hypot(*errors) / len(known)
+    if len(known) == 1 or None in intervals:
+        return mean, intervals[0] if len(known) == 1 else None
+    half = math.hypot(*((high - low) / 2 for low, high in filter(None, intervals))) / len(known)
     return mean, (mean - half, mean + half)
 
 
