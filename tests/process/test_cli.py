@@ -369,7 +369,7 @@ def test_a_full_device_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
         )
 
-    monkeypatch.setattr("selfjudge.decoding.rule_parser.rule_options", full)
+    monkeypatch.setattr("selfjudge.cli.models.rule_options", full)
     code, out, err = run("ls", "rules")
     assert (code, out) == (2, "")
     assert err.startswith("selfjudge: CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller --batch")

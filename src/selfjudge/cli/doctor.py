@@ -96,7 +96,9 @@ def examine(notify: Progress) -> Iterator[Check]:
     """Look at everything; `notify` is told what takes time."""
     from selfjudge.tasks.sandbox.runner import find_isolation_problem
 
-    yield _packages()
+    installed = versions()
+    found = [f"{name} {installed[name]}" for name in ("python", "selfjudge", "transformers") if name in installed]
+    yield _check_packages("packages", "", *found)
     notify("importing torch …")
     yield from _torch()
     described, free = machine(), available_memory()
@@ -105,32 +107,26 @@ def examine(notify: Progress) -> Iterator[Check]:
     notify("compiling the kernel of the cpu engine, once …")
     yield from _compiler()
     for extra, name in EXTRAS.items():
-        wanted = requirements(extra)
-        unmet = [requirement for requirement in wanted if not state(requirement)[1]]
-        found = ", ".join(state(requirement)[0] for requirement in unmet or wanted)
-        yield Check(name, not unmet, found, _install(unmet))
+        yield _check_packages(name, extra)
     notify("trying to isolate a program …")
     why = find_isolation_problem()
-    found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
-    yield Check("sandbox", not why, found, "allow user namespaces")
+    isolated = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
+    yield Check("sandbox", not why, isolated, "allow user namespaces")
     for model in EMBEDDED.values():
         ready = (home() / "models" / f"{model.name}.gguf").is_file()
-        found = "pulled" if ready else f"not pulled: {model.size / 1e9:.1f} GB"
-        yield Check(model.name, ready, found, f"selfjudge pull {model.name}")
+        pulled = "pulled" if ready else f"not pulled: {model.size / 1e9:.1f} GB"
+        yield Check(model.name, ready, pulled, f"selfjudge pull {model.name}")
     yield from _cache()
 
 
-def _packages() -> Check:
-    installed = versions()
-    unmet = [r for r in requirements() if not state(r)[1]]
-    found = [f"{name} {installed[name]}" for name in ("python", "selfjudge", "transformers") if name in installed]
-    return Check("packages", not unmet, ", ".join([*found, *(state(r)[0] for r in unmet)]), _install(unmet))
-
-
-def _install(unmet: list[Requirement]) -> str:
-    """Of what is missing pip takes the newest; short lines are not broken in the table."""
+def _check_packages(name: str, extra: str, *found: str) -> Check:
+    """The packages of an extra, or ours after what was `found` already. Of what is missing pip takes the newest: short
+    lines are not broken in the table."""
+    wanted = requirements(extra)
+    unmet = [r for r in wanted if not state(r)[1]]
+    shown = [*found, *(state(r)[0] for r in unmet or ([] if found else wanted))]
     names = [r.name if state(r)[0].endswith("is missing") else f"{r.name}{r.specifier}" for r in unmet]
-    return f"pip install {shlex.join(names)}"
+    return Check(name, not unmet, ", ".join(shown), f"pip install {shlex.join(names)}")
 
 
 def requirements(extra: str = "") -> list[Requirement]:

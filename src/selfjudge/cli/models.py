@@ -9,13 +9,14 @@ import typer
 
 from selfjudge.cli.options import Options, PairOptions, RecipeFolder, Result, Setup
 from selfjudge.cli.output import Progress, print_rows
-from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.rule_parser import RULES, RuleRequest, rule_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations import sglang
 from selfjudge.integrations.vllm import serve
 from selfjudge.judge.config import shipped_judge
 from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for, head_folder
 from selfjudge.store import home
+from selfjudge.tasks import NAMES, load_task
 from selfjudge.types import MAX_GAMMA
 
 
@@ -91,33 +92,18 @@ def ls(what: Annotated[Literal["pairs", "rules", "tasks"], typer.Argument(help="
 
     Example: selfjudge ls rules
     """
-    rows = {"pairs": _pairs, "rules": _rules, "tasks": _tasks}[what]()
+    ships = {True: "ships with the package", False: "none yet"}
+    rows: list[dict[str, Any]] = []
+    if what == "pairs":
+        for e in EMBEDDED.values():
+            parts = {"draft": ships[bool(e.draft)], "judge": ships[shipped_judge(e.name) is not None]}
+            pulled = (home() / "models" / f"{e.name}.gguf").is_file()
+            rows.append({"name": e.name, "target": e.model, **parts, "licence": e.licence, "pulled": pulled})
+    elif what == "rules":
+        rows = [{"name": r.name, "options": rule_options(r), "accepts when": r.summary} for r in RULES.values()]
+    else:
+        for task in map(load_task, NAMES):
+            about = {"name": task.name, "what": task.summary}
+            rows.append({**about, "splits": ", ".join(task.splits), "licence": task.licence})
     yield rows
     print_rows(rows)
-
-
-def _pairs() -> list[dict[str, Any]]:
-    return [
-        {
-            "name": e.name,
-            "target": e.model,
-            "draft": "ships with the package" if e.draft else "none yet",
-            "judge": "ships with the package" if shipped_judge(e.name) else "none yet",
-            "licence": e.licence,
-            "pulled": (home() / "models" / f"{e.name}.gguf").is_file(),
-        }
-        for e in EMBEDDED.values()
-    ]
-
-
-def _rules() -> list[dict[str, Any]]:
-    from selfjudge.decoding.rule_parser import RULES, rule_options
-
-    return [{"name": r.name, "options": rule_options(r), "accepts when": r.summary} for r in RULES.values()]
-
-
-def _tasks() -> list[dict[str, Any]]:
-    from selfjudge.tasks import NAMES, load_task
-
-    tasks = [load_task(name) for name in NAMES]
-    return [{"name": t.name, "what": t.summary, "splits": ", ".join(t.splits), "licence": t.licence} for t in tasks]

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
@@ -250,9 +249,9 @@ class PairOptions(DeviceOptions):
         self.announce()
         with Progress(patient=True) as update:
             update(f"loading {self.name}")
-            same = {name: getattr(self, name) for name in ("device", "dtype", "draft_dtype", "gpu_memory")}
-            load = partial(selfjudge.Pair.load, needs_draft=needs_draft, full_precision=full_precision, progress=update)
-            return load(self.name, self.draft, **same)
+            how = {name: getattr(self, name) for name in ("device", "dtype", "draft_dtype", "gpu_memory")}
+            how |= {"needs_draft": needs_draft, "full_precision": full_precision}
+            return selfjudge.Pair.load(self.name, self.draft, progress=update, **how)
 
 
 class AnsweringPair(PairOptions):
