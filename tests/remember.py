@@ -18,12 +18,13 @@ def remember_answers(patch: pytest.MonkeyPatch) -> None:
     """`TorchAnswerer` decodes the same prompts by the same rule once."""
     decode, known = TorchAnswerer.answer, dict[Any, Any]()
 
-    def answer(self: TorchAnswerer, prompts: Any, rule: Any, gamma: int, max_new_tokens: int, seeds: Any) -> Any:
-        asked = (repr(prompts), repr(rule), id(rule.judge), gamma, max_new_tokens, tuple(seeds), self.trace)
+    def answer(self: TorchAnswerer, prompts: Any, run: Any, max_new_tokens: int, seeds: Any, **how: Any) -> Any:
+        rule = run.rule
+        asked = (repr(prompts), repr(rule), id(rule.judge), run.gamma, max_new_tokens, tuple(seeds), how.get("trace"))
         key = (id(self.pair), *asked)
         if key not in known:
             kept = self.pair, rule.judge  # ids are of use only as long as what they name is there
-            known[key] = decode(self, prompts, rule, gamma, max_new_tokens, seeds), kept
+            known[key] = decode(self, prompts, run, max_new_tokens, seeds, **how), kept
         answers, seconds = known[key][0]
         return answers, dict(seconds)
 

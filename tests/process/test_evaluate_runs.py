@@ -407,9 +407,9 @@ def test_what_another_start_of_the_engine_takes_comes_later(tiny_pair: Pair, ask
     class OneGamma(TorchAnswerer):
         one_gamma = True
 
-        def answer(self, prompts: Any, rule: Any, gamma: int, *more: Any) -> Any:
-            turns.append((rule.name, gamma))
-            return super().answer(prompts, rule, gamma, *more)
+        def answer(self, prompts: Any, run: Any, *more: Any, **how: Any) -> Any:
+            turns.append((run.rule.name, run.gamma))
+            return super().answer(prompts, run, *more, **how)
 
     config = EvalConfig(tasks=(asked,), rules=("exact", "topk:3"), gammas=(2, 3), max_new_tokens=6, batch=4)
     evaluate_rules(tiny_pair, tmp_path / "runs", config, judges={}, answerer=OneGamma(tiny_pair))

@@ -78,9 +78,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     seen: list[str] = []
     original = TorchAnswerer.answer
 
-    def counted(self: TorchAnswerer, prompts: Any, rule: Any, *arguments: Any) -> Any:
-        seen.append(rule.name)
-        return original(self, prompts, rule, *arguments)
+    def counted(self: TorchAnswerer, prompts: Any, run: Any, *arguments: Any, **how: Any) -> Any:
+        seen.append(run.rule.name)
+        return original(self, prompts, run, *arguments, **how)
 
     monkeypatch.setattr(TorchAnswerer, "answer", counted)
     return seen
@@ -154,11 +154,11 @@ def test_a_call_answers_several_batches_and_each_is_kept(
     """Rows are refilled: a call takes more prompts the more were tested; the parts stay a batch each."""
     original, asked = TorchAnswerer.answer, list[tuple[str, int, int | None]]()
 
-    def answer(self: TorchAnswerer, prompts: Any, rule: Any, *more: Any) -> Any:
-        asked.append((rule.name, len(prompts), self.batch))
+    def answer(self: TorchAnswerer, prompts: Any, run: Any, *more: Any, **how: Any) -> Any:
+        asked.append((run.rule.name, len(prompts), how["batch"]))
         if len(asked) > 4:
             raise KeyboardInterrupt
-        return original(self, prompts, rule, *more)
+        return original(self, prompts, run, *more, **how)
 
     out, slow = tmp_path / "tuned", replace(config, epsilon=0.2)
     with monkeypatch.context() as patch:
@@ -311,9 +311,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take a second; those of margins half of that."""
     original = TorchAnswerer.answer
 
-    def answer(self: TorchAnswerer, prompts: Any, rule: Any, *more: Any) -> Any:
-        answers, seconds = original(self, prompts, rule, *more)
-        return answers, {**seconds, "total": 0.5 if rule.name == "margin" else 1.0}
+    def answer(self: TorchAnswerer, prompts: Any, run: Any, *more: Any, **how: Any) -> Any:
+        answers, seconds = original(self, prompts, run, *more, **how)
+        return answers, {**seconds, "total": 0.5 if run.rule.name == "margin" else 1.0}
 
     monkeypatch.setattr(TorchAnswerer, "answer", answer)
 
@@ -386,10 +386,10 @@ def test_a_rule_that_hardly_gains_is_not_taken(
     """Where plain decoding is the fastest, the recipe makes no drafts."""
     original = TorchAnswerer.answer
 
-    def answer(self: TorchAnswerer, prompts: Any, rule: Any, gamma: int, *more: Any) -> Any:
-        answers, _ = original(self, prompts, rule, gamma, *more)
+    def answer(self: TorchAnswerer, prompts: Any, run: Any, *more: Any, **how: Any) -> Any:
+        answers, _ = original(self, prompts, run, *more, **how)
         tokens = sum(len(answer.tokens) for answer in answers)
-        return answers, {"total": tokens * seconds.get(rule.name if gamma else "plain", 1.0)}
+        return answers, {"total": tokens * seconds.get(run.rule.name if run.gamma else "plain", 1.0)}
 
     monkeypatch.setattr(TorchAnswerer, "answer", answer)
     monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): "")

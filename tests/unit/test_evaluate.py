@@ -22,7 +22,7 @@ from selfjudge.decoding.rules import Exact, Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
-from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap, read_samples
+from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap
 from selfjudge.evaluate.config import RuleRun, TaskExamples, make_label, plan_runs
 from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
 from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer, trace_again
@@ -76,36 +76,30 @@ def test_parts_hold_all_rows_in_order(tiny_pair: Pair, tmp_path: Path) -> None:
 def test_what_the_target_wanted_is_said_of_every_example_and_what_is_timed_is_not_traced(
     tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of judged answers is decoded once more; where nothing is timed all are traced at once."""
+    """A batch of judged answers is decoded once more."""
     asked = prompts_file(tmp_path / "asked.jsonl", 6)
     config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
     traced: list[bool] = []
     original = TorchAnswerer.answer
 
-    def answer(self: TorchAnswerer, *given: Any) -> Any:
-        traced.append(self.trace)
-        return original(self, *given)
+    def answer(self: TorchAnswerer, *given: Any, trace: bool = False, **how: Any) -> Any:
+        traced.append(trace)
+        return original(self, *given, trace=trace, **how)
 
     monkeypatch.setattr(TorchAnswerer, "answer", answer)
-    _, every = evaluate_rules(tiny_pair, tmp_path / "every", replace(config, times=False))
-    assert all(traced)
-    traced.clear()
     _, relaxed = evaluate_rules(tiny_pair, tmp_path / "timed", config)
     assert traced == [False, False, False, False, True]
     traced.clear()
     evaluate_rules(tiny_pair, tmp_path / "single", replace(config, batch=6))
     assert traced == [False, False, True]  # the only part is the one that is timed
     folder = Path("file:asked", "topk:20-g3")
-    rows = {kind: list(read_rows(tmp_path / kind / folder / "examples.jsonl")) for kind in ("every", "timed", "single")}
+    rows = {kind: list(read_rows(tmp_path / kind / folder / "examples.jsonl")) for kind in ("timed", "single")}
     wanted = [t for row in rows["timed"] for t in row["tokens"] if t["origin"] == "judge"]
     assert wanted
     assert all(0 < t["p"] <= t["p_choice"] and t["choice"] != t["text"] and t["judge"] is None for t in wanted)
     assert not any("choice" in t for row in rows["timed"] for t in row["tokens"] if t["origin"] != "judge")
-    assert rows["timed"] == rows["every"] == rows["single"]
+    assert rows["timed"] == rows["single"]
     assert sum(n for _, _, n in relaxed["substitutions"]) == len(wanted)
-    judged = sum(row["judged"] for row in read_samples(tmp_path / "every" / folder))
-    assert sum(n for _, _, n in every["substitutions"]) == judged > len(wanted)
-    assert all("judged_tokens" not in row for row in read_samples(tmp_path / "timed" / folder))
 
 
 def test_an_example_behind_the_first_part_has_the_targets_choice(
@@ -114,8 +108,8 @@ def test_an_example_behind_the_first_part_has_the_targets_choice(
     asked = prompts_file(tmp_path / "asked.jsonl", 6)
     original = TorchAnswerer.answer
 
-    def answer(self: TorchAnswerer, prompts: Any, *given: Any) -> Any:
-        answers, seconds = original(self, prompts, *given)
+    def answer(self: TorchAnswerer, prompts: Any, *given: Any, **how: Any) -> Any:
+        answers, seconds = original(self, prompts, *given, **how)
         exact = generate(tiny_pair, prompts, gamma=3, max_new_tokens=12)
         return [e if p in shown else a for a, e, p in zip(answers, exact, prompts, strict=True)], seconds
 
@@ -136,33 +130,22 @@ def test_a_gamma_that_is_named_twice_is_one(tiny_pair: Pair, tmp_path: Path) -> 
     assert [summary["gamma"] for summary in evaluate_rules(tiny_pair, tmp_path / "out", config)] == [3, 2]
 
 
-def test_where_graphs_are_captured_a_few_answers_are_traced_once_more(
-    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts are then decoded without a trace: it takes graphs of its own, and parts are timed."""
-    asked = prompts_file(tmp_path / "asked.jsonl", 6)
-    config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
-    evaluate_rules(tiny_pair, tmp_path / "cpu", replace(config, times=False))
+def test_answers_that_are_traced_once_more_stay_as_they_were(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[bool, int]] = []
     original = TorchAnswerer.answer
 
-    def answer(self: TorchAnswerer, prompts: Any, *given: Any) -> Any:
-        calls.append((self.trace, min(self.batch or len(prompts), len(prompts))))  # rows at a time
-        return original(self, prompts, *given)
+    def answer(self: TorchAnswerer, prompts: Any, *given: Any, trace: bool, batch: int) -> Any:
+        calls.append((trace, batch))
+        return original(self, prompts, *given, trace=trace, batch=batch)
 
-    answerer = TorchAnswerer(tiny_pair)
-    answerer.captures = True
     monkeypatch.setattr(TorchAnswerer, "answer", answer)
-    evaluate_rules(tiny_pair, tmp_path / "cuda", config, answerer=answerer)
-    shown, every = ((tmp_path / kind / "file:asked" / "topk:20-g3" / "examples.jsonl") for kind in ("cuda", "cpu"))
-    assert calls[:4] == [(False, 3)] * 4
-    assert [traced for traced, _ in calls[4:]] == [True]
-    assert shown.read_text() == every.read_text()
+    answerer = TorchAnswerer(tiny_pair)
     other = generate(tiny_pair, "w1 w2", max_new_tokens=2)  # as if rounding had made it another one
-    assert trace_again(answerer, [other], 1, ["w3 w4"], TopK(20), 3, 12, [0]) == [other]
+    run = RuleRun("topk:20", 3, TopK(20))
+    assert trace_again(answerer, [other], 1, ["w3 w4"], run, 12, [0]) == [other]
     calls.clear()
     plain = generate(tiny_pair, ["w1 w2", "w3 w4", "w5 w6"], TopK(20), gamma=3, max_new_tokens=12, trace=False)
-    traced = trace_again(answerer, plain, 2, ["w1 w2", "w3 w4", "w5 w6"], TopK(20), 3, 12, range(3))
+    traced = trace_again(answerer, plain, 2, ["w1 w2", "w3 w4", "w5 w6"], run, 12, range(3))
     assert calls == [(True, 2)]
     assert [answer.tokens for answer in traced] == [answer.tokens for answer in plain]
     assert any(answer.judged_tokens for answer in traced)

@@ -51,7 +51,8 @@ class Drafting(Answerer):
         self.slower = 1.0
         """Factor by which the machine has slowed down."""
 
-    def answer(self, prompts: Sequence[Any], rule: AcceptanceRule, gamma: int, max_new_tokens: int, seeds: Any) -> Any:
+    def answer(self, prompts: Sequence[Any], run: RuleRun, max_new_tokens: int, seeds: Any, **how: Any) -> Any:
+        rule, gamma = run.rule, run.gamma
         self.asked.append((rule.name, gamma))
         self.batches.append(prompts)
         rng, answers, passes = np.random.default_rng(0), [], 0

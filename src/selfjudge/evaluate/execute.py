@@ -4,14 +4,13 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from selfjudge.decoding.loop import find_statistics
-from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import generate, row_seed
 from selfjudge.engine.select import PairEngines, choose_kind
 from selfjudge.errors import SelfJudgeError
@@ -24,7 +23,7 @@ from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_
 from selfjudge.store.run_folder import LoadWatch, describe_load
 from selfjudge.store.schema import FinishedSummary, PartSample, PartSeal
 from selfjudge.tasks import Row, Task
-from selfjudge.types import PHASES, Generation, JudgedToken
+from selfjudge.types import PHASES, Generation
 
 NOT_COMPARED: Mapping[str, Any] = {
     "delta_score": None, "delta_ci": None, "delta_scores": {}, "delta_scores_ci": {}, "agreement": None,
@@ -32,8 +31,8 @@ NOT_COMPARED: Mapping[str, Any] = {
     "delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None, "compared_with": None,
 }  # fmt: skip
 """The fields that a comparison with `exact` fills in."""
-PART_ONLY = ("token_ids", "origins", "judged_tokens")  # keys that rows lose when the parts are joined
-TRACED = 32  # answers of a run that are decoded once more to be traced, at most a batch, where parts are not
+PART_ONLY = ("token_ids", "origins")  # keys that rows lose when the parts are joined
+TRACED = 32  # answers of a run that are decoded once more to be traced, at most a batch: what is timed is not traced
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 Answers = tuple[list[Generation], dict[str, float]]  # in the order of prompts; seconds by phase, and their `total`
 
@@ -43,9 +42,6 @@ class Answerer(ABC):
 
     engine: str  # name of what runs the models
     one_gamma = False  # whether another γ takes another start of the engine: then γ is not measured
-    trace = False  # whether answers are to say what the target wanted at judged tokens, which takes some time
-    batch: int | None = None  # prompts that our loop decodes at a time; None: all
-    captures = False  # whether a trace takes captured graphs of its own
 
     @property
     @abstractmethod
@@ -54,9 +50,11 @@ class Answerer(ABC):
 
     @abstractmethod
     def answer(
-        self, prompts: Sequence[Prompt], rule: AcceptanceRule, gamma: int, max_new_tokens: int, seeds: Sequence[int]
-    ) -> Answers:
-        """The answers of all prompts; each has a seed, for rules that draw at random."""
+        self, prompts: Sequence[Prompt], run: RuleRun, max_new_tokens: int, seeds: Sequence[int],
+        *, batch: int | None = None, trace: bool = False,
+    ) -> Answers:  # fmt: skip
+        """The answers of all prompts, by our loop `batch` at a time, if given; each has a seed, for rules that draw at
+        random. With `trace` they say what the target wanted at judged tokens, if the engine can, which takes time."""
 
     def costs(self, prompts: Sequence[Prompt], most: int) -> list[float]:
         """Seconds of a cycle of 0 … `most` drafts in which so many rows take part; none if that is not known."""
@@ -69,26 +67,18 @@ class TorchAnswerer(Answerer):
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.engine = choose_kind(pair.target_model, int8=pair.target_model.int8)
-        self.captures = self.device == "cuda"
 
     @property
     def device(self) -> str:
         return str(self.pair.target.device.type)
 
     def answer(
-        self, prompts: Sequence[Prompt], rule: AcceptanceRule, gamma: int, max_new_tokens: int, seeds: Sequence[int]
-    ) -> Answers:
-        start = time.perf_counter()
-        answers = generate(
-            self.pair,
-            prompts,
-            rule,
-            gamma=gamma,
-            max_new_tokens=max_new_tokens,
-            batch=self.batch or len(prompts),
-            seeds=seeds,
-            trace=self.trace,
-        )
+        self, prompts: Sequence[Prompt], run: RuleRun, max_new_tokens: int, seeds: Sequence[int],
+        *, batch: int | None = None, trace: bool = False,
+    ) -> Answers:  # fmt: skip
+        start, size = time.perf_counter(), batch or len(prompts)
+        how: dict[str, Any] = {"gamma": run.gamma, "max_new_tokens": max_new_tokens, "batch": size, "seeds": seeds}
+        answers = generate(self.pair, prompts, run.rule, **how, trace=trace)
         total = time.perf_counter() - start
         # the last to end took part in all passes
         phases = {phase: max(answer.seconds[phase] for answer in answers) for phase in PHASES}
@@ -141,7 +131,6 @@ class Execution:
             yield number / len(parts)
             if self.parts_folder.sealed(name, self.run.identity, PartSeal) is None:
                 load = LoadWatch()
-                self.answerer.trace = not (self.config.times or self.answerer.captures)
                 answers, seconds = self.answerer.answer(*self._ask(rows))
                 times = {"seconds": seconds, "load": load.usage}
                 write_rows(self.folder / "work" / f"{name}.jsonl", self._score(rows, answers))
@@ -154,11 +143,11 @@ class Execution:
         starts = range(0, len(rows), self.batch)
         return {f"part-{number:05d}": rows[start : start + self.batch] for number, start in enumerate(starts)}
 
-    def _ask(self, rows: Sequence[Row]) -> tuple[list[Prompt], AcceptanceRule, int, int, list[int]]:
+    def _ask(self, rows: Sequence[Row]) -> tuple[list[Prompt], RuleRun, int, list[int]]:
         """What is asked of the answerer for these rows. A row's seed does not depend on the part it is in."""
         seeds = [row_seed(self.config.seed, self.examples.places[row["id"]]) for row in rows]
         prompts = [self.task.prompt(row) for row in rows]
-        return prompts, self.run.rule, self.run.gamma, self.max_new_tokens, seeds
+        return prompts, self.run, self.max_new_tokens, seeds
 
     def _score(self, rows: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
         texts = [answer.text for answer in answers]
@@ -220,12 +209,10 @@ class Execution:
 
 
 def trace_again(answerer: Answerer, answers: Sequence[Generation], batch: int, *asked: Any) -> Sequence[Generation]:
-    """The answers, decoded again in batches with a trace unless they have one; those that rounding changes stay."""
-    if all(answer.judged_tokens for answer in answers) or not isinstance(answerer, TorchAnswerer):
+    """The answers, decoded again in batches with a trace; those that rounding changes stay as they are."""
+    if not (answers and isinstance(answerer, TorchAnswerer)):
         return answers
-    answerer.batch, answerer.trace = batch, True
-    again, _ = answerer.answer(*asked)
-    answerer.batch, answerer.trace = None, False
+    again, _ = answerer.answer(*asked, batch=batch, trace=True)
     return [new if new.tokens == old.tokens else old for old, new in zip(answers, again, strict=True)]
 
 
@@ -247,16 +234,13 @@ def make_sample(name: str, answer: Generation, scored: tuple[str | None, dict[st
         "text": answer.text,
         "token_ids": answer.tokens,
         "origins": "".join(origin[0] for origin in answer.origins),
-        **({"judged_tokens": list(map(asdict, answer.judged_tokens))} if answer.judged_tokens else {}),
     }
 
 
 def restore_answer(sample: Row) -> Generation:
-    """The answer that a row of a part was made from."""
+    """The answer that a row of a part was made from, without what a trace adds."""
     origins: Any = tuple(_ORIGINS[letter] for letter in sample["origins"])
-    judged = tuple(JudgedToken(**token) for token in sample.get("judged_tokens", ()))
-    tokens, text = tuple(sample["token_ids"]), sample["text"]
-    return Generation(tokens, origins, text, sample["cycles"], sample["finish"], 0, judged_tokens=judged)
+    return Generation(tuple(sample["token_ids"]), origins, sample["text"], sample["cycles"], sample["finish"], 0)
 
 
 def choose_measure(scores: Mapping[str, float]) -> str | None:

@@ -62,7 +62,7 @@ class CalibrationPrompt:
     def has_score(self) -> bool:
         """Whether an answer to it is scored: benchmarks score all, a user's file those with an answer or a check."""
         task = self.examples.task
-        return self.gold is not None if self.examples.task.checkable else bool(task.score(self.row, ""))
+        return self.gold is not None if task.checkable else bool(task.score(self.row, ""))
 
     @property
     def group(self) -> Hashable | None:
@@ -230,14 +230,6 @@ class LossMeasure:
         return 0.0 if both_missing or prompt.examples.task.same(prompt.row, exact["answer"], sample["answer"]) else 1.0
 
 
-def _load_judge(pair: Pair, judge: Judge | str | Path | None) -> Judge | None:
-    """The given judge, or the one that ships for the target."""
-    from selfjudge.judge.model import Judge
-
-    source = pair.target_id if judge is None and pair.judge is not None else judge
-    return source if source is None or isinstance(source, Judge) else Judge.from_pretrained(source)
-
-
 @dataclass(frozen=True)
 class TuneJob:
     """What a run tests, and with what."""
@@ -258,7 +250,9 @@ class TuneJob:
         cls, pair: Pair, answerer: Answerer, config: TuneConfig, judge: Judge | str | Path | None, warn: Warn
     ) -> TuneJob:
         """Load prompts and the judge, or the one that ships for the target. Refuses prompts that it learnt from."""
-        loaded = _load_judge(pair, judge)
+        from selfjudge.judge.model import Judge
+
+        loaded = Judge.from_pretrained(judge) if isinstance(judge, str | Path) else judge or pair.judge
         if loaded is None and config.families == FAMILIES:
             warn("no judge ships for this target: the family judged is left out")
         families = list_families(config.families, None if loaded is None else loaded.config)

@@ -256,9 +256,9 @@ def choose_examples(job: TuneJob, best: RuleTrial | None) -> list[dict[str, Any]
     lost = [i for i in order if best.differences[i] > 0][: job.config.examples]
     gained = [i for i in order if best.differences[i] < 0][: job.config.examples]
     chosen, run = (*lost, *gained), job.plan(best.rule, best.gamma)
-    asked = [job.prompts[i].prompt for i in chosen], run.rule, run.gamma, job.max_new_tokens
+    known, asked = [restore_answer(best.samples[i]) for i in chosen], [job.prompts[i].prompt for i in chosen]
     seeds = [row_seed(0, i) for i in chosen]
-    answers = trace_again(job.answerer, [restore_answer(best.samples[i]) for i in chosen], job.batch, *asked, seeds)
+    answers = trace_again(job.answerer, known, job.batch, asked, run, job.max_new_tokens, seeds)
     shown = []
     for i, answer in zip(chosen, answers, strict=True):
         prompt, difference, sides = job.prompts[i], -best.differences[i], []

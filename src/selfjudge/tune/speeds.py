@@ -104,8 +104,8 @@ class PairSearch:
         if (rule, asked) not in self._tokens and looser is not None and time.monotonic() >= self.deadline:
             self._tokens[rule, asked] = looser
         if (rule, asked) not in self._tokens:
-            run = self.plan(rule, asked)
-            answers, _ = self.answerer.answer(self.prompts, run.rule, asked, self.tokens, range(len(self.prompts)))
+            run, seeds = self.plan(rule, asked), range(len(self.prompts))
+            answers, _ = self.answerer.answer(self.prompts, run, self.tokens, seeds)
             self._tokens[rule, asked] = [n for answer in answers for n in count_cycle_tokens(answer.origins)]
         return estimate_cycle_tokens(self._tokens[rule, asked], gamma)
 
@@ -206,10 +206,10 @@ class Clock:
     def _answer(self, timing: Timing, prompts: Sequence[Prompt], tokens: int) -> tuple[int, float]:
         """The tokens of the answers, `load` prompts at a time, and their seconds. Few prompts are repeated."""
         asked = [*prompts] * math.ceil(self.load / len(prompts))
-        made, spent, run, most = 0, 0.0, timing.run, min(tokens, self.max_new_tokens)
+        made, spent, most = 0, 0.0, min(tokens, self.max_new_tokens)
         for start in range(0, len(asked) - self.load + 1, self.load):
             part = asked[start : start + self.load]
-            answers, seconds = self.answerer.answer(part, run.rule, run.gamma, most, range(len(part)))
+            answers, seconds = self.answerer.answer(part, timing.run, most, range(len(part)))
             made += sum(len(answer.tokens) for answer in answers)
             spent += seconds["total"]
         return made, spent

@@ -323,9 +323,7 @@ class Tuning:
             return
         places = [i for n in parts for i in range(len(job.prompts))[n * job.batch : (n + 1) * job.batch]]
         texts, seeds = [job.prompts[i].prompt for i in places], [row_seed(0, i) for i in places]
-        job.answerer.batch, job.answerer.trace = job.batch, not job.answerer.captures
-        answers, seconds = job.answerer.answer(texts, run.rule, run.gamma, job.max_new_tokens, seeds)
-        job.answerer.batch, job.answerer.trace = None, False  # what is timed is not traced
+        answers, seconds = job.answerer.answer(texts, run, job.max_new_tokens, seeds, batch=job.batch)
         exact = [row for number in parts for row in self._read("exact", job.plan("exact", self.gamma), number)]
         rows = self._score(places, answers, exact)
         for place, part in enumerate(f"{name}-{number:05d}" for number in parts):
