@@ -79,7 +79,7 @@ def _key(figure: str, method: str) -> str:
 def _row(one: Answered, others: Sequence[Answered]) -> Row | None:
     """A rule's leads over the curves that reach its m; None where none does, and for `margin`, `exact` and `null`."""
     run = one.run
-    if run.method == "margin" or run.name in ("exact", "null") or run.m_ratio is None:
+    if run.method == "margin" or run.kind in ("exact", "null") or run.m_ratio is None:
         return None
     row: dict[str, Any] = {
         **{name: getattr(run, name) for name in ("pair", "task", "rule", "method", "gamma")},
@@ -121,7 +121,7 @@ def _lead_column(key: str, head: str) -> Column:
 def margin_curve(method: str, run: EvalRun, others: Sequence[Answered]) -> list[Answered]:
     """The runs of a method at the γ of `run`, by m, from `exact` on; none where either is missing."""
     here = [other for other in others if other.run.gamma == run.gamma and other.run.m is not None]
-    exact = [other for other in here if other.run.name == "exact"]
+    exact = [other for other in here if other.run.kind == "exact"]
     margins = [other for other in here if other.run.method == method]
     return sorted((*exact, *margins), key=lambda o: (o.run.m, o.run.rule)) if exact and margins else []
 
@@ -153,7 +153,7 @@ def _lead(one: Answered, low: Answered, high: Answered, figure: str) -> Lead | N
         return own - (1 - part) * at_low - part * at_high
 
     lead = beyond(value, value_low, value_high)
-    if figure == AGREES and low.run.name == "exact":
+    if figure == AGREES and low.run.kind == "exact":
         return Lead(lead, None, at_least=True) if lead > 0 else None  # a bound below 0 says nothing
     # the lead moves with the three values, and with the three m along the slope of the line
     changes = [
@@ -166,7 +166,7 @@ def _lead(one: Answered, low: Answered, high: Answered, figure: str) -> Lead | N
 
 def _mean(one: Answered, ids: Sequence[str], figure: str) -> tuple[float, list[float]] | None:
     """The mean of a figure over the answers that have it, and by how much each answer moves it."""
-    is_exact = figure == AGREES and one.run.name == "exact"  # it agrees with itself; its rows do not say so
+    is_exact = figure == AGREES and one.run.kind == "exact"  # it agrees with itself; its rows do not say so
     values: list[float | None] = [1.0 if is_exact else one.answers[i].get(figure) for i in ids]
     known = [value for value in values if value is not None]
     if not known:

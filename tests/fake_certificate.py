@@ -17,7 +17,7 @@ from selfjudge.models.tokens import hash_tokenizer
 from selfjudge.tune.certify import Claim, describe_evidence, share_delta
 from selfjudge.tune.families import list_families
 from selfjudge.tune.recipe import make_recipe, seal_recipe
-from selfjudge.tune.verify import describe_overlap, pack, summarise
+from selfjudge.tune.verify import count_changes, describe_overlap, pack
 
 RULE = "margin:0.5,guard=on"
 RESOLVED = "margin:threshold=0.5,guard=True"
@@ -49,7 +49,7 @@ def certificate(
         used = bool(differences)
         return {
             "rule": rule, "family": family, "gamma": 3, "loads": [1], "speed_load": 1, "n_used": len(differences), "refuted": refuted, "why": why,
-            "differences": pack(differences), **summarise(differences, sizes), "needed_prompts": None,
+            "differences": pack(differences), **count_changes(differences, sizes), "needed_prompts": None,
             "mean_accepted_length": 2.5 if used else None, "tokens_per_second": 80.0 if used else None,
             "speed_ratio": 1.12 if used else None, "speed_ci": [1.07, 1.16] if used else None,
         }  # fmt: skip
@@ -57,7 +57,7 @@ def certificate(
     return {
         "format_version": 3, "load": 1, "more_loads": [], "pair": "some-pair", "task": "gsm8k", "measure": measure, "measure_words": "the task's score",
         "rule": rule if certified else "exact", "resolved": RESOLVED if certified else "exact", "gamma": 3, "n": n, "epsilon": epsilon,
-        "delta": delta, "certified": certified, **summarise(differences, sizes),
+        "delta": delta, "certified": certified, **count_changes(differences, sizes),
         "mean_difference_ci": [-0.013, 0.005] if certified else None,
         "groups": pack(sizes), "similar": 0.7, "attempt": 1, "earlier_attempts": [],
         "evidence": describe_evidence(claim, differences) if certified else None,

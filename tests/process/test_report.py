@@ -22,7 +22,7 @@ from fake_eval import HOSTILE, SWAPS, demo_result, samples, write_eval, write_ex
 from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import Chart, Point, Series, make_charts
-from selfjudge.report.demo import demo_page, describe_result
+from selfjudge.report.demo import demo_page, describe_gain
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import fixed, signed
 from selfjudge.report.page import report
@@ -236,12 +236,12 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
     assert found.sentences[0].startswith("judged:R@selfjudge yields +")
     assert "% of the answers are those of exact" in found.sentences[0]
     assert found.chart.level == 0
-    assert make_verdict([r for r in runs if r.name != "exact"]) is None
-    assert make_verdict([r for r in runs if r.name == "exact"]) is None
+    assert make_verdict([r for r in runs if r.kind != "exact"]) is None
+    assert make_verdict([r for r in runs if r.kind == "exact"]) is None
     assert make_verdict([]) is None
-    lossy = [r if r.name == "exact" else r.change(delta_score=-0.1, delta_ci=(-0.12, -0.08)) for r in runs]
+    lossy = [r if r.kind == "exact" else r.change(delta_score=-0.1, delta_ci=(-0.12, -0.08)) for r in runs]
     assert "Every one of them loses measurably" in make_verdict(lossy).sentences[2]
-    unsure = [r if r.name == "exact" else r.change(delta_ci=(-0.5, 0.5), m_ratio_ci=(0.5, 9.0)) for r in runs]
+    unsure = [r if r.kind == "exact" else r.change(delta_ci=(-0.5, 0.5), m_ratio_ci=(0.5, 9.0)) for r in runs]
     assert "(not shown to be a gain) tokens per target pass" in make_verdict(unsure).sentences[0]
     assert "; the score: no change shown (" in make_verdict(unsure).sentences[0]
     poor = make_verdict([r.change(score=0.01) for r in lossy]).sentences
@@ -261,7 +261,7 @@ def test_few_prompts_are_said_to_be_few(small: Path) -> None:
     for scored, said in ((0, "No prompt is scored: nothing is known"), (1, "Only 1 prompt is scored: up to 95 points")):
         less = make_verdict([r.change(n=scored, n_scored=scored) for r in runs if r.task == runs[0].task])
         assert less.warning.startswith(said)
-    runs = [r if r.name == "exact" else r.change(delta_score=0.0, delta_ci=(0.0, 0.0)) for r in runs]
+    runs = [r if r.kind == "exact" else r.change(delta_score=0.0, delta_ci=(0.0, 0.0)) for r in runs]
     found = make_verdict(runs)
     assert "the score: too few prompts to tell (+0.0 points)" in found.sentences[0]
     assert found.chart.title == "judged:F@j: +25.0 % m, too few prompts to tell"
@@ -281,7 +281,7 @@ def test_few_prompts_are_said_to_be_few(small: Path) -> None:
 
 def test_what_loses_much_is_in_view(whole: tuple[Path, dict[str, Any]]) -> None:
     runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
-    topk = next(r for r in runs if r.name == "topk")
+    topk = next(r for r in runs if r.kind == "topk")
     below = topk.change(rule="topk:9", m_ratio=9.0, delta_score=-0.6, delta_ci=None)
     charts = next(iter(make_charts(runs, "trade-off"))), next(iter(make_charts([*runs, below], "trade-off")))
     drawn = [ET.fromstring(draw(chart)) for chart in charts]
@@ -422,7 +422,7 @@ def test_a_summary_with_the_least_there_may_be(tmp_path: Path) -> None:
 
 def test_the_demo_page_says_what_was_found() -> None:
     result = demo_result()
-    assert describe_result(result) == [
+    assert describe_gain(result) == [
         "Gained: judged, shipped yields 2.60 tokens per pass, exact 2.10; it is 1.80 × as fast as plain decoding, exact"
         " 1.50 ×.",
         "Cost: 5.0\N{NO-BREAK SPACE}% of its tokens are not the target’s choice, and its answers are those of plain"

@@ -22,7 +22,7 @@ from selfjudge.cli.options import PairOptions
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.folder import read_manifest
 from selfjudge.models.pair import Pair
-from selfjudge.report.demo import demo_page, describe_result, gain_table, mark_substitutions
+from selfjudge.report.demo import demo_page, describe_gain, gain_table, mark_substitutions
 from selfjudge.store.run_folder import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import load_rows
@@ -299,7 +299,7 @@ def test_turns_of_a_busy_machine_show_no_speed() -> None:
     table = gain_table(found)
     (ratio,) = [column for column in table.columns if column.head == "× plain"]
     assert [ratio.show(row) for row in table.rows] == ["busy"] * 3
-    gained, cost = describe_result({"gain": found, "rows": []})
+    gained, cost = describe_gain({"gain": found, "rows": []})
     assert gained.endswith("; this machine is busy: speeds are not reliable.")
     assert "×" not in gained + cost
     page = demo_page({"gain": found, "rows": []})

@@ -15,7 +15,7 @@ from fake_certificate import recipe_folder
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.tune.certify import Claim, compute_log_capital, find_upper_bound
-from selfjudge.tune.monitor import DRIFT_ROUND, FIGURES, DriftMonitor, Monitor, describe_answer, describe_scope, watch
+from selfjudge.tune.monitor import DRIFT_ROUND, FIGURES, DriftMonitor, Monitor, describe_scope, measure_answer, watch
 from selfjudge.tune.pipeline import _average_figures
 from selfjudge.tune.recipe import Recipe
 from selfjudge.tune.verify import describe_overlap
@@ -217,10 +217,10 @@ def test_a_group_of_prompts_is_one_observation_of_the_scope() -> None:
 
 
 def test_the_figures_of_an_answer() -> None:
-    assert describe_answer("Write a function.", 8, 4, 2) == {
+    assert measure_answer("Write a function.", 8, 4, 2) == {
         "structured": 1.0, "passes_per_token": 0.5, "judged_share": 0.25,
     }  # fmt: skip
-    assert describe_answer("Why?", 0, 0, 0) == {"structured": 0.0}
+    assert measure_answer("Why?", 0, 0, 0) == {"structured": 0.0}
     monitor = DriftMonitor({"structured": (0.0, 0.05)}, 0.05)
     for _ in range(60):
         monitor.observe({"structured": 1.0, "passes_per_token": 0.1})  # a figure that was not certified is not watched

@@ -15,7 +15,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.backend import PartialAnswer, request_options
+from selfjudge.integrations.vllm.backend import join_steps, request_options
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.label.methods import compute_margins
 from selfjudge.label.score import Case
@@ -81,15 +81,12 @@ def test_steps_become_cycles_and_ranks_become_origins(tiny_pair: Pair) -> None:
         logprobs = [{token: SimpleNamespace(rank=rank)} for token, rank in zip(tokens, ranks, strict=True)]
         return SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=finish)
 
-    answer = PartialAnswer(3)
-    for new in (step([5], [1]), step([6, 7, 8], [1, 4, 1]), step([], []), step([9, 2], [1, 1], "stop")):
-        answer.take(new, lossless=False)
-    made = answer.generation(tiny_pair)
+    steps = step([5], [1]), step([6, 7, 8], [1, 4, 1]), step([], []), step([9, 2], [1, 1], "stop")
+    made = join_steps(tiny_pair, 3, steps, lossless=False)
     assert made.tokens == (5, 6, 7, 8, 9, 2)
     assert made.origins == ("target", "draft", "judge", "target", "draft", "target")
     assert (made.cycles, made.finish, made.prompt_tokens) == (2, "eos", 3)
     assert made.text == "w1 w2 w3 w4 w5"
-    tied = PartialAnswer(1)
-    tied.take(step([6, 7], [2, 1], "length"), lossless=True)
-    assert tied.origins == ["draft", "target"]  # the lower of two equal tokens is the target's choice all the same
-    assert tied.generation(tiny_pair).finish == "length"
+    tied = join_steps(tiny_pair, 1, [step([6, 7], [2, 1], "length")], lossless=True)
+    assert tied.origins == ("draft", "target")  # the lower of two equal tokens is the target's choice all the same
+    assert tied.finish == "length"

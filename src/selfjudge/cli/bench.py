@@ -29,7 +29,7 @@ from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import BUILT_IN, read_prompts
-from selfjudge.report.demo import COLUMNS, demo_page, describe_next, describe_result, gain_table, mark_substitutions
+from selfjudge.report.demo import COLUMNS, demo_page, describe_gain, describe_next, gain_table, mark_substitutions
 from selfjudge.store import check_page, describe_machine, write_text
 from selfjudge.types import GLOSSARY, PHASES, explain
 
@@ -132,17 +132,14 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
                 quick = "" if config.quick else ", and --quick takes less than half as long"
                 more = f"up to {left / 60:.0f} min more for this question"
                 progress.print(f"this is slow here: {more}. Ctrl-C keeps what is done{quick}")
-    if not quiet:
-        _print_gain(gain.result)
-
-
-def _print_gain(gain: dict[str, Any]) -> None:
-    table, rows = gain_table(gain), gain["rows"]
+    if quiet:
+        return
+    table, rows = gain_table(gain.result), gain.result["rows"]
     typer.echo(f"\n{rows[0]['example'].strip()}\n")
     print_rows([{column.head: column.text(row) for column in table.columns} for row in table.rows])
     typer.echo(table.note)
-    if gain["busy"]:
-        typer.echo(gain["busy"])
+    if gain.result["busy"]:
+        typer.echo(gain.result["busy"])
     if rows[-1]["judged"]:
         typer.echo(f"\n{rows[-1]['rule']}, with [accepted|what the target wanted]:\n")
         typer.echo(mark_substitutions(rows[-1]["tokens"]).strip())
@@ -192,5 +189,5 @@ def _finish(result: dict[str, Any], out: Path, as_json: bool) -> None:
         print_json(result)
     elif any_rows:
         typer.echo(f"the same as a page: {out}\n")
-        for sentence in (*describe_result(result), describe_next(result)):
+        for sentence in (*describe_gain(result), describe_next(result)):
             typer.echo(sentence)

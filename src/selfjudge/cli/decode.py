@@ -33,7 +33,7 @@ from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import served_reference, weights_sha256
 from selfjudge.ops import watch_compiling
-from selfjudge.report.certificate import describe_load, describe_result
+from selfjudge.report.certificate import describe_by_load, describe_result
 from selfjudge.store import read_json
 from selfjudge.store.run_folder import LoadWatch
 from selfjudge.tune import monitor
@@ -248,19 +248,15 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
         raise SelfJudgeError("`api_key` with several keys goes with --backend torch")
 
 
-def _vllm_gamma(setup: Setup) -> int:
-    """The named γ, or a recipe's; else the default, or as many drafts as the rule needs."""
-    gamma = setup.request.gamma
-    if gamma == 0 and setup.recipe is not None:
-        raise SelfJudgeError(f"{setup.recipe.folder} decodes plainly (γ 0): serve it without --backend vllm")
-    return gamma if isinstance(gamma, int) else max(default_gamma("cuda"), setup.resolve().matches_needed + 1)
-
-
 def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
     from selfjudge.integrations.vllm import shadow  # imports asyncio
 
-    models, own, recipe, gamma = setup.models, setup.request.named(), setup.recipe, _vllm_gamma(setup)
+    models, own, recipe, gamma = setup.models, setup.request.named(), setup.recipe, setup.request.gamma
+    if gamma == 0 and recipe is not None:
+        raise SelfJudgeError(f"{recipe.folder} decodes plainly (γ 0): serve it without --backend vllm")
+    if not isinstance(gamma, int):  # the default, or as many drafts as the rule needs
+        gamma = max(default_gamma("cuda"), setup.resolve().matches_needed + 1)
     models.announce()
     flags = ["--middleware", playground.MIDDLEWARE]
     if recipe is not None:
@@ -296,7 +292,7 @@ def _say_result(recipe: Recipe | None) -> None:
     """What its certificate says, once the models are known to be the recipe's."""
     if recipe is not None:
         one = len(recipe.loads) == 1
-        typer.echo(f"{recipe.folder}: {(describe_result if one else describe_load)(recipe.certificate)}", err=True)
+        typer.echo(f"{recipe.folder}: {(describe_result if one else describe_by_load)(recipe.certificate)}", err=True)
         if not one:
             typer.echo(f"it also has rows for --load {', '.join(map(str, recipe.loads[1:]))}", err=True)
 

@@ -189,7 +189,7 @@ def tune(
         warn(doubtful)
     lines = [said.describe_result(found), said.describe_verdict(found)]
     if len(recipe.loads) > 1:
-        lines = list(map(said.describe_load, said.list_loads(found)))
+        lines = list(map(said.describe_by_load, said.list_loads(found)))
     for line in dict.fromkeys([said.describe_baseline(found), *lines]):
         typer.echo(line)
     for row in found["candidates"]:

@@ -210,11 +210,9 @@ class Preset:
     released: bool = False  # whether a judge is also trained as in the authors' code, which differs from the paper
 
 
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-PRESETS = {name: Preset(**_with_tuples(values)) for name, values in _DECLARED.items()}
+for _values in _DECLARED.values():
+    _values |= {key: tuple(value) for key, value in _values.items() if isinstance(value, list)}
+PRESETS = {name: Preset(**values) for name, values in _DECLARED.items()}
 """quick: little of everything on one small machine, needs no data; full: every method on every task, one GPU;
 paper: the paper's own settings; released: the method as in the authors' code, beside that of the paper."""
 
@@ -250,15 +248,7 @@ class ReproduceConfig:
 
     def choose_preset(self) -> Preset:
         """The preset, with the given settings in place of its own."""
-        preset = PRESETS[self.preset]
-        tasks = self.tasks or preset.tasks
-        return replace(
-            preset,
-            prompts=self.prompts or preset.prompts,
-            tasks=tasks,
-            sweep_tasks=tuple(task for task in preset.sweep_tasks if task in tasks),
-            limit=self.limit or preset.limit,
-            label_tokens=self.max_new_tokens or preset.label_tokens,
-            eval_tokens=self.max_new_tokens or preset.eval_tokens,
-            calibrate_prompts=self.calibrate_prompts or preset.calibrate_prompts,
-        )
+        given = {name: getattr(self, name) for name in ("prompts", "tasks", "limit", "calibrate_prompts")}
+        given |= {"label_tokens": self.max_new_tokens, "eval_tokens": self.max_new_tokens}
+        preset = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value})
+        return replace(preset, sweep_tasks=tuple(task for task in preset.sweep_tasks if task in preset.tasks))

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -292,8 +293,8 @@ def _average_scores(samples: Sequence[Row], checkable: bool) -> dict[str, Any]:
         "score": scores[measure] if measure else None,
         "score_ci": bootstrap_interval(values) if measure else None,
         "scores": scores,
-        "extraction_failures": _share(sample["answer"] is None for sample in scored) if checkable else None,
-        "cut_off": _share(sample["finish"] == "length" for sample in samples),
+        "extraction_failures": fmean(sample["answer"] is None for sample in scored) if checkable and scored else None,
+        "cut_off": fmean(sample["finish"] == "length" for sample in samples),
     }
 
 
@@ -307,7 +308,3 @@ def _pool_lengths(samples: Sequence[Row]) -> dict[str, Any]:
         "judged_share": judged / max(1, tokens),
         "tokens": tokens,
     }
-
-
-def _share(flags: Any) -> float:
-    return float(np.mean(list(flags)))

@@ -48,7 +48,7 @@ _describe = Sentences(
 describe_baseline = partial(_describe, "baseline")  # how `exact` and plain decoding do
 describe_verdict = partial(_describe, "verdict")  # gain and loss, for a reader without statistics
 describe_result = partial(_describe, "result")  # the result, and why it has no speeds, if they were not reliable
-describe_load = partial(_describe, "by_load")  # the result for one load
+describe_by_load = partial(_describe, "by_load")  # the result for one load
 describe_claim = partial(_describe, "claim")  # what is claimed, and for which prompts
 describe_doubt = partial(_describe, "doubt")  # why it says little, where `exact` is hardly ever right; else empty
 

@@ -101,11 +101,11 @@ def make_charts(runs: Sequence[EvalRun], section: str) -> Iterable[Chart]:
 
 
 def _is_paired(run: EvalRun, kept: Kept) -> bool:
-    if run.m is None or run.name in ("judge_only", "null"):
+    if run.m is None or run.kind in ("judge_only", "null"):
         return False
     if kept is SAME_ANSWER and run.measure == records.MATCHING_WORDS:  # it is the score already
         return False
-    return run.name == "exact" or None not in (run.m_ratio, getattr(run, kept.value))
+    return run.kind == "exact" or None not in (run.m_ratio, getattr(run, kept.value))
 
 
 def _draw_methods(rows: Mapping[str, Sequence[Row]], styles: dict[str, int], kept: Kept) -> Iterator[Series]:
@@ -118,7 +118,7 @@ def _draw_methods(rows: Mapping[str, Sequence[Row]], styles: dict[str, int], kep
 def _choose_methods(runs: Sequence[EvalRun]) -> list[str]:
     """At most MOST_METHODS: one of each rule (or the method) in `FIRST`, then those with most runs."""
     count = Counter(r.method for r in runs)
-    rules = {r.method: r.name for r in runs}
+    rules = {r.method: r.kind for r in runs}
     chosen = []
     for rule in FIRST:
         same_rule = [rule] if rule in count else [method for method in count if rules[method] == rule]

@@ -31,7 +31,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
     """One self-contained HTML page from the output of `selfjudge demo --json`. Only `rows` is required: a demo may have
     been stopped. A row with `tokens` (see `make_token_rows`) shows its first answer token by token, others as plain
     text. `gain` is the question on the large model, with rows of its own."""
-    rows, gain, findings = result["rows"], result.get("gain") or {"rows": []}, describe_result(result)
+    rows, gain, findings = result["rows"], result.get("gain") or {"rows": []}, describe_gain(result)
     notes = _say("notes", result, "" if "busy" in " ".join(findings) else result.get("busy", ""))  # busy: said once
     return render(
         "demo.html",
@@ -50,7 +50,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
     )
 
 
-def describe_result(result: Mapping[str, Any]) -> list[str]:
+def describe_gain(result: Mapping[str, Any]) -> list[str]:
     """What was gained and what it cost, a sentence each: on the large model where it was asked, else on the small."""
     gain = {row["rule"]: row for row in (result.get("gain") or {}).get("rows", ())}
     if "exact" in gain:

@@ -95,7 +95,7 @@ def _viewer_data(runs: Sequence[EvalRun]) -> list[Content]:
         {
             "group": name_task(pair, task, runs)[0],
             "name": f"{run.rule}, γ = {run.gamma}",
-            "examples": [_viewer_example(example) for example in run.examples],
+            "examples": list(map(_viewer_example, run.examples)),
         }
         for (pair, task), here in group_by_task(runs).items()
         for run in here

@@ -51,7 +51,7 @@ class EvalRun:
         return int(self.n_scored or self.n)
 
     @property
-    def name(self) -> str:
+    def kind(self) -> str:
         """The rule without options: `judged`."""
         return str(re.split("[:@]", self.rule, maxsplit=1)[0])
 
@@ -64,7 +64,7 @@ class EvalRun:
     def method(self) -> str:
         """Name of the curve it is a point of: rule, whether it has a price, its other options, and judge."""
         _, has_price, others = _split_options(self.option)
-        words = [self.name, *(["price"] if has_price else []), *others]
+        words = [self.kind, *(["price"] if has_price else []), *others]
         return ", ".join(words) + (f"@{self.judge}" if self.judge else "")
 
     @property
@@ -133,7 +133,7 @@ def task_order(task: str) -> tuple[int, str]:
 
 def rule_order(run: EvalRun) -> tuple[Any, ...]:
     """`exact`, other rules, judged, judge_only; F and R before numbers."""
-    rank = {"exact": 0, "judged": 2, "judge_only": 3}.get(run.name, 1)
+    rank = {"exact": 0, "judged": 2, "judge_only": 3}.get(run.kind, 1)
     option = (0, 0.0, run.option) if run.number is None else (1, run.number, run.option)
     return rank, run.method, option, run.gamma
 

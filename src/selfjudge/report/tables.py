@@ -186,7 +186,7 @@ def average_row(runs: Sequence[EvalRun]) -> Row:
         },
     }
     for name, interval in {"delta_m": "delta_m_ci", "m_ratio": "m_ratio_ci", "delta_score": "delta_ci"}.items():
-        values = [None if r.name == "exact" else getattr(r, name) for r in runs]
+        values = [None if r.kind == "exact" else getattr(r, name) for r in runs]
         row[name], row[interval] = mean_with_interval(values, [getattr(r, interval) for r in runs])
     return row
 

@@ -26,13 +26,12 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     counts = Counter(run.pair for run in runs)
     pair = max(counts, key=lambda name: (counts[name], name), default="")
     own = [run for run in runs if run.pair == pair]
-    with_exact = sorted({run.task for run in own if run.name == "exact"}, key=task_order)
-    tasks = [task for task in with_exact if task in PAPER] or with_exact[:1]
+    tasks = _find_tasks(own)
     if not tasks:
         return None
     gamma = usual_gamma(run for run in own if run.task in tasks)
     exact, *others = _choose_rules(own, tasks, gamma) or [[]]
-    if not others or exact[0].name != "exact":
+    if not others or exact[0].kind != "exact":
         return None
     rows = list(map(average_row, [exact, *others]))
     series = (Series(row["rule"], style, (SCORE.place(row),)) for style, row in enumerate(rows))
@@ -41,6 +40,12 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     where = f"{', '.join(map(task_title, tasks))}, γ = {gamma}{f', {pair}' if len(counts) > 1 else ''}; {n}"
     sentences = _describe(rows[1:], where, sum(run.score for run in exact) / len(exact))
     return VerdictSection(sentences, chart, _say("few", sum(run.scored for run in exact)))
+
+
+def _find_tasks(runs: Sequence[EvalRun]) -> list[str]:
+    """The paper's tasks that `exact` was run on, else the first task."""
+    with_exact = sorted({run.task for run in runs if run.kind == "exact"}, key=task_order)
+    return [task for task in with_exact if task in PAPER] or with_exact[:1]
 
 
 def _describe(rows: Sequence[Row], where: str, exact_score: float) -> list[str]:
@@ -59,12 +64,12 @@ def _choose_rules(runs: Sequence[EvalRun], tasks: Sequence[str], gamma: int) -> 
     default = {"R": 2, "F": 1}  # a judge decides at R unless it is told otherwise
     rules: dict[str, list[EvalRun]] = {}
     for run in sorted((run for run in runs if run.task in tasks and run.gamma == gamma), key=rule_order):
-        if run.name == "exact" or None not in (run.delta_score, run.m_ratio):
+        if run.kind == "exact" or None not in (run.delta_score, run.m_ratio):
             rules.setdefault(run.rule, []).append(run)
 
-    def order(found: Sequence[EvalRun]) -> tuple[Any, ...]:
-        return default.get(found[0].option, 0), usual[found[0].method], usual[found[0].rule]
+    def order(own: Sequence[EvalRun]) -> tuple[Any, ...]:
+        return default.get(own[0].option, 0), usual[own[0].method], usual[own[0].rule]
 
-    complete = [found for found in rules.values() if len(found) == len(tasks)]
-    by_kind = ([found for found in complete if found[0].name == kind] for kind in FIRST)
-    return [max(found, key=order) for found in by_kind if found]
+    complete = [own for own in rules.values() if len(own) == len(tasks)]
+    by_kind = ([own for own in complete if own[0].kind == kind] for kind in FIRST)
+    return [max(own, key=order) for own in by_kind if own]

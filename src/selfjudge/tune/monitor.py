@@ -115,7 +115,7 @@ def describe_scope(figures: Mapping[str, Sequence[float]], delta: float, n: int)
     }
 
 
-def describe_answer(prompt: str, tokens: int, cycles: int, judged: int) -> dict[str, float]:
+def measure_answer(prompt: str, tokens: int, cycles: int, judged: int) -> dict[str, float]:
     """The figures of an answer, each between 0 and 1; `tokens` without the one that the prompt's own pass yields."""
     figures = {"structured": float(asks_for_structure(prompt))}
     if tokens:

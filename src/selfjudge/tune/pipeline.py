@@ -3,7 +3,7 @@
     settings.json             what the run was begun with
     work/RULE-00000.jsonl     `batch` answers each, of `exact` and of every rule tried; they go when all is decided
     judge/                    the judge, if the chosen rule has one
-    certificate.json .md .html
+    certificate.json .html
     recipe.json               written last: its existence means done
     signature.json            with `sign`
 """
@@ -36,10 +36,10 @@ from selfjudge.tune.calibration import WORDS, LossMeasure, TuneJob
 from selfjudge.tune.config import FREE, TuneConfig
 from selfjudge.tune.families import LEAST_GAIN
 from selfjudge.tune.independence import find_earlier, note_attempt
-from selfjudge.tune.monitor import describe_answer, describe_scope
+from selfjudge.tune.monitor import describe_scope, measure_answer
 from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, SIGNATURE, Recipe, make_recipe, seal_recipe, sign
 from selfjudge.tune.trials import DIGITS, LoadOutcome, RuleTrial, TuneResult, Tuning
-from selfjudge.tune.verify import CERTIFICATE, describe_bet, describe_certified, pack, summarise
+from selfjudge.tune.verify import CERTIFICATE, count_changes, describe_bet, describe_certified, pack
 from selfjudge.types import Notify, Warn, ignore
 
 ATTEMPT = "attempt"  # the part of a folder that says which attempt of the ledger it is
@@ -168,7 +168,7 @@ def _describe_outcome(job: TuneJob, result: TuneResult, outcome: LoadOutcome) ->
         "gamma": 0 if outcome.plain_wins else outcome.exact_gamma,
         "certified": False,
         "n": max((len(trial.observations) for trial in result.trials), default=0),
-        **summarise([], []),
+        **count_changes([], []),
         **dict.fromkeys(("mean_difference_ci", "evidence", "overlap", "scope")),
     }
     return {
@@ -208,7 +208,7 @@ def _average_figures(job: TuneJob, best: RuleTrial) -> dict[str, list[float]]:
     groups = np.repeat(np.arange(len(job.sizes)), job.sizes).tolist()
     for group, prompt, row in zip(groups, job.prompts, best.samples, strict=False):
         asked = join_messages(prompt.prompt)
-        for name, value in describe_answer(asked, row["emitted"], row["cycles"], row["judged"]).items():
+        for name, value in measure_answer(asked, row["emitted"], row["cycles"], row["judged"]).items():
             figures[name][group].append(value)
     return {name: list(map(fmean, own.values())) for name, own in figures.items()}
 

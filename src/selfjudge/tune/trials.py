@@ -206,20 +206,17 @@ class Tuning:
         if speeds and (best := find_best(speeds, loads[0], ("exact",))) is not None:
             self.gamma = int(best["gamma"])
         claim = job.claim(pairs)
-        self._warn_if_late(speeds, claim)
+        left, fewest = self.tested_until - time.monotonic(), certify.find_fewest_prompts(claim.epsilon, claim.delta)
+        if best := find_best(speeds, max(loads), ("exact",)):  # what its speed leaves time for
+            affordable = left * best["tokens_per_second"] / (2 * job.max_new_tokens)
+            if affordable < fewest:
+                self.warn(remark("late", job, affordable, fewest))
         trials = self._test_families(pairs, claim)
         outcomes = [self._choose(load, trials, speeds, len(loads) - done) for done, load in enumerate(loads)]
         planned = {pair.rule for own in pairs.values() for pair in own}
         slow = [(name, rule, SLOW) for name, rules in families.items() for rule in rules if rule not in planned]
         trials += [RuleTrial(name, "", rule, self.gamma, claim, refused=why) for name, rule, why in (*refused, *slow)]
         return TuneResult(trials, outcomes, speeds, list(pairs))
-
-    def _warn_if_late(self, speeds: Sequence[Row], claim: Claim) -> None:
-        """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
-        left, fewest = self.tested_until - time.monotonic(), certify.find_fewest_prompts(claim.epsilon, claim.delta)
-        best, job = find_best(speeds, max(self.job.loads), ("exact",)), self.job
-        if best and (affordable := left * best["tokens_per_second"] / (2 * job.max_new_tokens)) < fewest:
-            self.warn(remark("late", job, affordable, fewest))
 
     def _test_families(self, pairs: Pairs, claim: Claim) -> list[RuleTrial]:
         """Test a pair of each family in turn, so all get about as far; a family ends with its first failure."""

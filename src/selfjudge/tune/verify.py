@@ -209,7 +209,7 @@ def describe_overlap(losses: Sequence[float], sizes: Sequence[int], delta: float
     return {"losses": pack(losses), "mean": mean, "bound": bound}
 
 
-def summarise(differences: Sequence[float], sizes: Sequence[int]) -> dict[str, Any]:
+def count_changes(differences: Sequence[float], sizes: Sequence[int]) -> dict[str, Any]:
     """Answers lost and gained, and the mean over groups of rule − `exact`."""
     observed = average_groups(differences, sizes)
     return {
@@ -222,7 +222,7 @@ def summarise(differences: Sequence[float], sizes: Sequence[int]) -> dict[str, A
 def describe_bet(claim: Claim, differences: Sequence[float], sizes: Sequence[int]) -> dict[str, Any]:
     """What a certificate says of every rule that was tried."""
     certified = decide(claim, average_groups(differences, sizes)).certified
-    return {"n_used": len(differences), "refuted": certified, **summarise(differences, sizes)}
+    return {"n_used": len(differences), "refuted": certified, **count_changes(differences, sizes)}
 
 
 def describe_certified(
@@ -232,7 +232,7 @@ def describe_certified(
     observed = average_groups(differences, sizes)
     return {
         "n": len(observed),
-        **summarise(differences, sizes),
+        **count_changes(differences, sizes),
         "evidence": describe_evidence(claim, observed),
         "overlap": None if losses is None else describe_overlap(losses, sizes, delta),
     }

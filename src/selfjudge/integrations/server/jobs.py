@@ -13,7 +13,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import RuleChoice, Rules
 from selfjudge.store.run_folder import LoadWatch
-from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer
+from selfjudge.tune.monitor import Shadow, compute_loss, measure_answer
 from selfjudge.types import Generation, Piece
 
 Failure = Literal["cancelled", "timeout", "shutdown", "memory", "error"]
@@ -82,7 +82,7 @@ class ShadowJobs:
         if self.shadow.drift is not None and not formed and replace(job.choice, trace=False) == self._own:
             prompt = str(self.rules.pair.tokenizer.decode(job.prompt))
             judged = result.origins.count("judge")
-            self.shadow.notice(describe_answer(prompt, len(result.tokens) - 1, result.cycles, judged))
+            self.shadow.notice(measure_answer(prompt, len(result.tokens) - 1, result.cycles, judged))
 
     def take_first(self, job: CompletionJob, result: Generation | None) -> None:
         """The answer that the client got; None where there is none."""

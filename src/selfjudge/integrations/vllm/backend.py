@@ -13,7 +13,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from selfjudge.models.load import Draft, Target, check_tokenizers, choose_dtype
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.store import hub_options
-from selfjudge.types import PHASES, Generation, Origin
+from selfjudge.types import PHASES, Finish, Generation, Origin
 
 CASES = 1 << 18  # tokens of responses that are scored together
 POOLING = {  # options of the engine that returns hidden states
@@ -214,16 +214,17 @@ class VllmAnswerer(Answerer):
         encoded = self.pair.encode_many(prompts)
         eos_ids = self.pair.eos_ids
         params = [self._engine.sampling_params(ids, max_new_tokens, eos_ids, **more) for ids in encoded]
-        answers = {str(i): PartialAnswer(len(ids)) for i, ids in enumerate(encoded)}
+        steps: dict[str, list[Any]] = {str(i): [] for i in range(len(encoded))}
         start = time.perf_counter()
-        for name, ids, own in zip(answers, encoded, params, strict=True):
+        for name, ids, own in zip(steps, encoded, params, strict=True):
             engine.add_request(name, {"prompt_token_ids": ids}, own)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                answers[output.request_id].take(output.outputs[0], lossless=rule.lossless)
+                steps[output.request_id].append(output.outputs[0])
         total = time.perf_counter() - start
-        generations = [answer.generation(self.pair) for answer in answers.values()]
-        return generations, {**dict.fromkeys(PHASES, 0.0), "total": total}
+        given = zip(encoded, steps.values(), strict=True)
+        answers = [join_steps(self.pair, len(ids), own, lossless=rule.lossless) for ids, own in given]
+        return answers, {**dict.fromkeys(PHASES, 0.0), "total": total}
 
     def _start(self, gamma: int, judge: Judge | None) -> Any:
         """The engine with this γ and judge."""
@@ -240,38 +241,21 @@ class VllmAnswerer(Answerer):
         return self._engine.start(ours)
 
 
-@dataclass
-class PartialAnswer:
-    """An answer that is not complete yet."""
-
-    prompt_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
-    steps: int = 0
-    finish: str | None = None
-
-    def take(self, new: Any, *, lossless: bool) -> None:
-        """What a step gave: accepted drafts, and the target's own token after them."""
-        tokens = list(new.token_ids)
-        for i, token in enumerate(tokens):
-            origin: Origin = "target" if i + 1 == len(tokens) else "draft"
-            if not lossless and (new.logprobs[i][token].rank or 1) > 1:  # a limit may cut a block after such a draft
-                origin = "judge"
-            self.tokens.append(token)
-            self.origins.append(origin)
-        self.steps += bool(tokens)
-        self.finish = new.finish_reason or self.finish
-
-    def generation(self, pair: Pair) -> Generation:
-        text = str(pair.tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        return Generation(
-            tuple(self.tokens),
-            tuple(self.origins),
-            text,
-            max(0, self.steps - 1),  # the first step reads the prompt
-            "eos" if self.finish == "stop" else "length",
-            self.prompt_tokens,
-        )
+def join_steps(pair: Pair, prompt_tokens: int, steps: Sequence[Any], *, lossless: bool) -> Generation:
+    """An answer from what an engine's steps gave: accepted drafts, and the target's own token after them."""
+    tokens: list[int] = []
+    origins: list[Origin] = []
+    for step in steps:
+        for i, token in enumerate(step.token_ids):
+            judged = not lossless and (step.logprobs[i][token].rank or 1) > 1
+            tokens.append(token)
+            origins.append("judge" if judged else "draft")
+        if step.token_ids and origins[-1] == "draft":  # a limit may cut a block after a judged draft
+            origins[-1] = "target"
+    text = str(pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    cycles = max(0, sum(bool(step.token_ids) for step in steps) - 1)  # the first step reads the prompt
+    finish: Finish = "eos" if any(step.finish_reason == "stop" for step in steps) else "length"
+    return Generation(tuple(tokens), tuple(origins), text, cycles, finish, prompt_tokens)
 
 
 def request_options(rule: AcceptanceRule) -> dict[str, Any]:

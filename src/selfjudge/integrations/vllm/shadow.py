@@ -18,7 +18,7 @@ from selfjudge.integrations import asgi
 from selfjudge.integrations.asgi import ASGI, Message, Receive, Reply, Scope, Send, left, read_body, replay
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.vllm.config import KEY, parse_object, read_options
-from selfjudge.tune.monitor import Shadow, compute_loss, describe_answer, watch, watch_scope
+from selfjudge.tune.monitor import Shadow, compute_loss, measure_answer, watch, watch_scope
 from selfjudge.tune.recipe import Recipe
 
 VARIABLE = "SELFJUDGE_SHADOW"
@@ -64,7 +64,7 @@ class ShadowMiddleware:
         if request is not None and _names_rule(request):
             request = None
         if request is not None:
-            self.shadow.notice(describe_answer(_prompt(request), 0, 0, 0))
+            self.shadow.notice(measure_answer(_prompt(request), 0, 0, 0))
             if refuted:
                 scope, messages = _lossless(scope, request)
         chosen = request is not None and _comparable(request) and self.shadow.choose()
