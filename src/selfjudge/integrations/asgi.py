@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import socket
 from collections import deque
@@ -33,6 +34,11 @@ class RefusedError(Exception):
         kind = KINDS.get(status, "invalid_request_error")
         self.status = status
         self.body = {"error": {"message": readable[:1000], "type": kind, "param": param, "code": code}}
+
+
+def make_id() -> str:
+    """24 hex digits that nobody else has; asking the system for them would hand the interpreter to another thread."""
+    return f"{random.getrandbits(96):024x}"
 
 
 async def refuse(send: Send, error: RefusedError) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import logging
 import re
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -219,7 +218,7 @@ class Guard:
         begun, status, path = time.perf_counter(), 499, scope["path"]  # 499: the client has gone
         state = scope.setdefault("state", {})  # has a `mode` once a completion was accepted
         named = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        number = named if REQUEST_ID.fullmatch(named) else f"req-{secrets.token_hex(12)}"
+        number = named if REQUEST_ID.fullmatch(named) else f"req-{asgi.make_id()}"
 
         async def noted(message: asgi.Message) -> None:
             nonlocal status

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import copy
 import json
+import random
 import re
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Collection
@@ -25,7 +25,7 @@ from selfjudge.decoding.rules import FLy
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.asgi import RefusedError
+from selfjudge.integrations.asgi import RefusedError, make_id
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, Update
 from selfjudge.integrations.server.parameters import TokenTexts, choose_sampling, make_edits, read_grammar
@@ -132,7 +132,7 @@ class Completion:
         self.updates = Updates()
         self.templates: dict[int, list[str]] = {}  # of the events of each job: what stands around its text
         kind = ("chat.completion.chunk" if body.stream else "chat.completion") if self.chat else "text_completion"
-        number = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
+        number = ("chatcmpl-" if self.chat else "cmpl-") + make_id()
         self.head = {"id": number, "object": kind, "created": int(time.time()), "model": self.config.name}
 
     async def respond(self) -> Response:
@@ -192,7 +192,7 @@ class Completion:
         noted = None if top is None else LogProbabilities(top)
         edits = make_edits(body, prompt, [*self.scheduler.pair.eos_ids], self.encoder.vocabulary)
         last = () if self.grammar is None else (self.grammar.begin(),)
-        seed = secrets.randbits(62) if body.seed is None else row_seed(body.seed, copy) if copy else body.seed
+        seed = random.getrandbits(62) if body.seed is None else row_seed(body.seed, copy) if copy else body.seed
         return CompletionJob(
             prompt,
             max_new_tokens=self._limit_length(len(prompt)),

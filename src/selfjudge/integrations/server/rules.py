@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, STRICT, RuleRequest
@@ -69,6 +70,9 @@ class Rules:
     refuted: bool = False
     """Whether requests that name nothing are decoded exactly, since the certificate of the server's rule is refuted."""
 
+    def __post_init__(self) -> None:
+        self._resolve = lru_cache(256)(self._find)  # most requests ask for the same
+
     def choose(
         self,
         asked: RuleRequest = OPEN_REQUEST,
@@ -84,6 +88,9 @@ class Rules:
             raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta`, `quality` and `price`")
         if off or (self.refuted and asked.is_open):
             asked = replace(asked, rule="exact")
+        return self._resolve(asked, sampling, trace, seeded)
+
+    def _find(self, asked: RuleRequest, sampling: Sampling | None, trace: bool, seeded: bool) -> RuleChoice:
         request = asked.inherit(self.own)
         if request.kind.lossless:
             request = replace(request, rule=None)  # `exact` or `sampling`, depending on the temperature
