@@ -60,7 +60,7 @@ def certificate(
         "delta": delta, "certified": certified, **count_changes(differences, sizes),
         "mean_difference_ci": [-0.013, 0.005] if certified else None,
         "groups": pack(sizes), "similar": 0.7, "attempt": 1, "earlier_attempts": [],
-        "evidence": describe_evidence(claim, differences) if certified else None,
+        "evidence": describe_evidence(claim, differences, delta) if certified else None,
         "overlap": describe_overlap([0.3] * n, sizes, delta) if certified and measure != "overlap" else None,
         "speed_measure": "tokens_per_second", "speed_ratio": 1.12 if certified else None,
         "speed_ci": [1.07, 1.16] if certified else None, "exact_gamma": 3, "exact_over_plain": 1.7,

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from scipy import stats
 
 from power import simulate_power
 from selfjudge.tune.certify import (
@@ -16,7 +17,9 @@ from selfjudge.tune.certify import (
     can_certify,
     compute_log_capital,
     decide,
+    describe_evidence,
     estimate_needed_prompts,
+    find_binomial_bound,
     find_fewest_prompts,
 )
 
@@ -198,6 +201,21 @@ def test_differences_beyond_one_are_refused() -> None:
         compute_log_capital(Claim(0.1, 0.05, 10), [1.5])
     with pytest.raises(ValueError, match="must lie in"):
         compute_log_capital(Claim(0.1, 0.05, 10), [math.nan])
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.floats(0.001, 0.5))
+@settings(max_examples=60)
+def test_the_binomial_bound_is_clopper_and_pearsons(n: int, hits: int, delta: float) -> None:
+    hits = min(hits, n)
+    expected = 1.0 if hits == n else float(stats.beta.ppf(1 - delta, hits + 1, n - hits))
+    assert find_binomial_bound(hits, n, delta) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_binomial_bound_is_left_out_where_prompts_ended_early() -> None:
+    """When to stop was chosen by what was seen, and the bound is for a number of prompts fixed beforehand."""
+    early, whole = (describe_evidence(Claim(0.1, 0.05, n), [0.0] * 60, 0.05) for n in (61, 60))
+    assert "lost_bound" not in early
+    assert whole["lost_bound"] == find_binomial_bound(0, 60, 0.05)
 
 
 def test_certificates_are_checked_without_torch() -> None:

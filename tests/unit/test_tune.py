@@ -40,9 +40,11 @@ from selfjudge.tune.calibration import (
     refuse_learnt,
     remark,
 )
+from selfjudge.tune.certify import Claim, describe_evidence
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.families import FAMILIES, list_families, split_by_gamma
 from selfjudge.tune.recipe import Recipe
+from selfjudge.tune.verify import unpack
 
 JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95, 0.6), (0.98, 1.0)))
 
@@ -367,11 +369,16 @@ def test_a_recipe_is_refused_where_its_files_do_not_belong_together(tiny_pair: P
         Recipe.load(other)
 
 
-def test_a_certificate_with_a_binomial_bound_still_holds(tiny_pair: Pair, tmp_path: Path) -> None:
-    """Earlier versions stated one."""
-    evidence = certificate()["evidence"]
+def test_a_certificate_with_a_binomial_bound_of_an_early_end_still_holds(tiny_pair: Pair, tmp_path: Path) -> None:
+    """Earlier versions stated one there."""
+    known = certificate()
+    claim = Claim(known["epsilon"], known["evidence"]["delta"], 5000)
+    evidence = describe_evidence(claim, unpack(known["candidates"][2]["differences"]), known["delta"])
     assert "lost_bound" not in evidence
-    Recipe.load(recipe_folder(tmp_path / "tuned", tiny_pair, evidence={**evidence, "lost_bound": 0.01}))
+    assert "binomial" not in as_text(certificate(groups="5000*1", evidence=evidence))
+    assert "exact binomial bound" in as_text(known)
+    stated = {"groups": "5000*1", "evidence": {**evidence, "lost_bound": 0.01}}
+    Recipe.load(recipe_folder(tmp_path / "tuned", tiny_pair, **stated))
 
 
 def test_the_finding_is_one_sentence() -> None:

@@ -119,6 +119,7 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
         untried=untried,
         drawing=draw(_evidence_chart(evidence, certificate["rule"])) if evidence else None,
         examples=examples,
+        points=points,
         signed_points=signed_points,
         fixed=fixed,
         data={},

@@ -1,4 +1,4 @@
-"""Is the loss of a rule at most ε? A bet against the claim that it is more; numpy alone. A group of prompts that depend
+"""Is the loss of a rule at most ε? A bet against the claim that it is more; no torch. A group of prompts that depend
 on one another, mostly one prompt, is one observation: their mean D = S_exact − S_rule ∈ [−1, 1]. The hypothesis to
 refute is E[D] > ε. A capital of 1 is multiplied at each observation by 1 − λ(X − μ), where X = (D + 1)/2 and μ = (1 +
 ε)/2. Under the hypothesis it does not grow on average, however λ is chosen from the past; the probability that it ever
@@ -180,9 +180,10 @@ def estimate_needed_prompts(
     return max(least, math.ceil(n + least / 2))
 
 
-def describe_evidence(claim: Claim, observations: Sequence[float] | Floats) -> dict[str, Any]:
-    """The course of a bet that was won, until it was."""
+def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delta: float) -> dict[str, Any]:
+    """The course of a bet that was won, until it was; and the exact binomial bound of losses, unless it ended early."""
     decision = decide(claim, observations)
+    hits, used = sum(d > 0 for d in observations), len(observations)
     course = decision.log_capital[: decision.refuted_at]
     kept = np.unique(np.linspace(0, len(course) - 1, min(POINTS, len(course))).round().astype(int))
     return {
@@ -191,6 +192,7 @@ def describe_evidence(claim: Claim, observations: Sequence[float] | Floats) -> d
         "p_value": decision.p_value,
         "goal": claim.goal,
         "log_capital": [[int(i) + 1, float(course[i])] for i in kept],
+        **({"lost_bound": find_binomial_bound(hits, used, delta)} if used == claim.n else {}),
     }
 
 
@@ -204,3 +206,10 @@ def find_upper_bound(differences: Sequence[float] | Floats, delta: float, n: int
             break
         bound = claim.epsilon
     return bound
+
+
+def find_binomial_bound(hits: int, n: int, delta: float) -> float:
+    """Clopper and Pearson's upper bound: the probability at which `hits` or fewer of n have the probability δ."""
+    from scipy.special import betaincinv  # comes with scikit-learn, and takes a while to import
+
+    return 1.0 if hits >= n else float(betaincinv(hits + 1, n - hits, 1 - delta))

@@ -233,7 +233,7 @@ def describe_certified(
     return {
         "n": len(observed),
         **count_changes(differences, sizes),
-        "evidence": describe_evidence(claim, observed),
+        "evidence": describe_evidence(claim, observed, delta),
         "overlap": None if losses is None else describe_overlap(losses, sizes, delta),
     }
 
