@@ -30,7 +30,7 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.operation import Metrics
 from selfjudge.integrations.server.rules import Rules
-from selfjudge.integrations.server.scheduler import Scheduler, WarmUp
+from selfjudge.integrations.server.scheduler import Scheduler, WarmUp, start_scheduler
 from selfjudge.models.pair import Pair
 from selfjudge.store import run_folder
 
@@ -431,6 +431,12 @@ def test_all_rows_of_a_pass_are_flushed_together(begin: Begin) -> None:
     scheduler.stop()
     assert flushed[-1] == len(sent)
     assert len(set(flushed)) < len(sent)
+
+
+def test_a_greedy_rule_and_a_temperature_are_refused_at_the_start(tiny_pair: Pair) -> None:
+    greedy = ServerConfig(default_rule=RuleRequest("margin:1"), temperature=0.7, max_batch=1)
+    with pytest.raises(SelfJudgeError, match="rule 'margin' is greedy: `temperature` goes with sampling"):
+        start_scheduler(tiny_pair, None, greedy)
 
 
 def test_captures_that_are_left_follow_while_it_is_idle(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.rules_by_row import RowRules
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, StepOutput
 from selfjudge.engine.prefixes import open_store
 from selfjudge.engine.select import PairEngines
@@ -370,6 +371,8 @@ def start_scheduler(
     if judge is not None:
         judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     rules = Rules(pair, judge, config.default_rule)
+    if config.temperature:
+        rules.choose(sampling=Sampling(config.temperature))  # refuses a rule that is greedy
     context = min(config.max_context, pair.window)
     config = replace(config, max_batch=config.max_batch or _choose_rows(pair, rules.choose(), config, context))
     most = min(config.max_tokens, context - 1)
