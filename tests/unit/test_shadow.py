@@ -352,6 +352,26 @@ def test_the_kind_of_a_request_is_seen_in_all_its_parts(
     assert noticed == [{"structured": structured}]
 
 
+def test_requests_under_a_grammar_say_nothing_of_the_traffic(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rule is exact there. Tools that may be left alone constrain nothing."""
+    front, noticed, tools = Front(recipe, monkeypatch, share=0.0), [], [{"type": "function", "name": "f"}]
+    monkeypatch.setattr(front.layer.shadow, "notice", noticed.append)
+    for request in (
+        {"response_format": {"type": "json_object"}}, {"guided_regex": "[a-z]+"}, {"structured_outputs": {"choice": ["a", "b"]}},
+        {"tools": tools, "tool_choice": "required"}, {"tools": tools, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    ):  # fmt: skip
+        asyncio.run(front.post(**request))
+    assert not noticed
+    for request in (
+        {},
+        {"response_format": {"type": "text"}},
+        {"tools": tools},
+        {"tools": tools, "tool_choice": "auto"},
+    ):
+        asyncio.run(front.post(**request))
+    assert len(noticed) == 4
+
+
 def test_the_middleware_wants_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", "[]", '{"folder": 1}'):
         monkeypatch.setenv(middleware.VARIABLE, value)

@@ -60,11 +60,10 @@ class ShadowMiddleware:
             large = asgi.RefusedError(413, f"the request has more than {LARGEST} bytes", "request_too_large")
             await asgi.refuse(send, large)
             return
-        request = _parse(body or b"")
-        if request is not None and _names_rule(request):
-            request = None
+        request = _open_request(body or b"")
         if request is not None:
-            self.shadow.notice(measure_answer(_prompt(request), 0, 0, 0))
+            if not _constrained(request):  # else every rule is exact
+                self.shadow.notice(measure_answer(_prompt(request), 0, 0, 0))
             if refuted:
                 scope, messages = _lossless(scope, request)
         chosen = request is not None and _comparable(request) and self.shadow.choose()
@@ -98,12 +97,23 @@ class ShadowMiddleware:
 
 
 def _comparable(request: dict[str, Any]) -> bool:
-    """Whether a request is greedy and has one answer in words. Under a grammar it is lossless, and shows nothing."""
-    formed = any(request[name] for name in request if name in ("tools", "structured_outputs") or name[:7] == "guided_")
-    formed = formed or request.get("response_format") not in (None, {"type": "text"})
-    if formed or request.get("temperature") != 0 or request.get("n") not in (None, 1):
+    """Whether a request is greedy and has one answer in words."""
+    if (
+        _constrained(request)
+        or request.get("tools")
+        or request.get("temperature") != 0
+        or request.get("n") not in (None, 1)
+    ):
         return False
     return isinstance(request.get("prompt", ""), str) or "messages" in request
+
+
+def _constrained(request: dict[str, Any]) -> bool:
+    """Whether a grammar constrains the answer; tools do if one must be called."""
+    if any(request[name] for name in request if name == "structured_outputs" or name.startswith("guided_")):
+        return True
+    chosen = request.get("tools") and request.get("tool_choice") not in (None, "auto", "none")
+    return bool(chosen) or request.get("response_format") not in (None, {"type": "text"})
 
 
 def _prompt(request: dict[str, Any]) -> str:
@@ -153,11 +163,12 @@ def _extras(request: dict[str, Any]) -> dict[str, Any]:
     return extras if isinstance(extras, dict) else {} if extras is None else {KEY: ""}
 
 
-def _names_rule(request: dict[str, Any]) -> bool:
-    """Whether a request does not leave its rule to the engine, or is one that vLLM refuses."""
+def _open_request(body: bytes) -> dict[str, Any] | None:
+    """A request that leaves its rule to the engine; None for others."""
+    request = _parse(body)
     with contextlib.suppress(SelfJudgeError):
-        return bool(read_options(_extras(request)))
-    return True
+        return None if request is None or read_options(_extras(request)) else request
+    return None
 
 
 def _lossless(scope: Scope, request: dict[str, Any]) -> tuple[Scope, list[Message]]:
