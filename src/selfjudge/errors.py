@@ -11,6 +11,13 @@ class SelfJudgeError(Exception):
     Messages name arguments in backticks (`max_new_tokens`); the command line shows them as its options."""
 
 
+def expect(fits: object, name: str, wanted: str, value: object) -> None:
+    """Refuse the value of an argument that does not fit."""
+    if not fits:
+        shown = " ".join(repr(value).split())
+        raise SelfJudgeError(f"`{name}` must be {wanted}, not {shown if len(shown) < 80 else f'{shown[:76]} …'}")
+
+
 def first_line(error: BaseException) -> str:
     """What somebody else's exception says, short enough for a line of ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from importlib import import_module, metadata
 from math import isfinite
-from numbers import Real
+from numbers import Integral, Real
 from operator import ge, gt, le
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, expect
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,21 +84,43 @@ def setting(
     return field(default=default, metadata={"help": help, **limits})
 
 
+def is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def expect_whole(name: str, value: Any, least: int | None = None) -> None:
+    """Refuse the value of an argument that is not a whole number, at least `least`."""
+    wanted = "a whole number" if least is None else f"a whole number, at least {least}"
+    expect(is_whole(value) and (least is None or value >= least), name, wanted, value)
+
+
 def check_settings(config: Any, prefix: str = "") -> None:
     """Refuse values outside the ranges that the fields of a config declare; None means not given."""
     for f in fields(config):
         given = getattr(config, f.name)
         for value in given if isinstance(given, tuple) else (given,):
-            if f.metadata and value is not None and value != f.metadata["word"]:
-                _check_value(f"{prefix}`{f.name}`", value, f.metadata)
+            missing = value is None and f.default is not None
+            if f.metadata and (missing or value not in (None, f.metadata["word"])):
+                _check_value(f"{prefix}`{f.name}`", value, f)
 
 
-def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
-    low, high, above, choices, word = (limits[key] for key in ("minimum", "maximum", "above", "choices", "word"))
-    if word is not None and not isinstance(value, int):
-        raise SelfJudgeError(f"{name} must be a whole number or {word}, not {value!r}")
-    if {low, high, above} != {None} and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise SelfJudgeError(f"{name} must be a number, not {value!r}")
+LIMITS = ("minimum", "maximum", "above", "choices", "word")
+KINDS: dict[str, tuple[Any, str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "text"),
+}
+"""Types of fields by their names, for those who give another."""
+
+
+def _check_value(name: str, value: Any, declared: Field[Any]) -> None:
+    low, high, above, choices, word = (declared.metadata[key] for key in LIMITS)
+    listed = declared.type.__name__ if isinstance(declared.type, type) else str(declared.type)
+    listed = listed.removesuffix(" | None").removeprefix("tuple[").removesuffix(", ...]")
+    kind, wanted = KINDS.get("int" if word else listed, (object, ""))
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+        raise SelfJudgeError(f"{name} must be {wanted}{f' or {word}' if word else ''}, not {value!r}")
     if choices and value not in choices:
         raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
     if isinstance(value, float) and not isfinite(value):

@@ -210,7 +210,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {**as_schema({"type": "array"}), "type": "json_object"}}, "response_format", "no other type"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "must be"),
     ({"response_format": as_schema([1])}, "response_format.json_schema.schema", "must be a valid dictionary"),
-    ({"guided_json": "{"}, "guided_json", "not JSON"), ({"guided_regex": "(a"}, "guided_regex", "cannot be used"),
+    ({"guided_json": "{"}, "guided_json", "not JSON"), ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_regex": "(" * 5000 + "a" + ")" * 5000}, "guided_regex", "invalid regex"),
     ({"guided_choice": []}, "guided_choice", "at least 1"), ({"guided_choice": ["a"] * 2000}, "guided_choice", "at most 1024"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),

@@ -227,6 +227,17 @@ def test_grammars_that_cannot_be_read_are_refused(speller: Pair, grammar: str) -
         selfjudge.generate(speller, "x", raw=True, grammar=grammar)
 
 
+@pytest.mark.parametrize(
+    ("regex", "said"), [("(a", "unclosed group"), ("(?=a)b", "look-around"), (r"(a)\1", "backreferences")]
+)
+def test_a_regular_expression_that_cannot_be_read_is_refused_with_its_error(
+    speller: Pair, regex: str, said: str
+) -> None:
+    with pytest.raises(SelfJudgeError, match=said) as refused:
+        compile_grammar(speller, grammar_text("regex", regex))
+    assert "\n" not in str(refused.value)
+
+
 def test_one_of_schema_and_grammar(speller: Pair) -> None:
     with pytest.raises(SelfJudgeError, match="leave out one of"):
         selfjudge.generate(speller, "x", raw=True, schema=SCHEMA, grammar="start: /a/")

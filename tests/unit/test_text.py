@@ -99,7 +99,7 @@ def test_what_are_no_token_ids_is_refused_and_others_go_on(
 
 @pytest.mark.parametrize("limits", [{"rows": 0}, {"rows": "8"}, {"rows": 2.5}, {"length": 0}, {"length": "80"}])
 def test_a_batch_has_whole_numbers_of_rows_and_tokens(byte_pair: Pair, limits: dict[str, Any]) -> None:
-    with pytest.raises(SelfJudgeError, match="`rows` and `length` are whole numbers from 1 on"):
+    with pytest.raises(SelfJudgeError, match=r"`(rows|length)` must be a whole number, at least 1"):
         Batch(byte_pair, **limits)
 
 

@@ -6,7 +6,6 @@ import operator
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,8 @@ from selfjudge.decoding.gamma import LiveRows
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import find_level
 from selfjudge.engine.draft import BatchEngines
-from selfjudge.errors import SelfJudgeError
-from selfjudge.types import MAX_GAMMA, Emission, Finish, Gamma, Origin, TokenColumn
+from selfjudge.errors import SelfJudgeError, expect
+from selfjudge.types import MAX_GAMMA, Emission, Finish, Gamma, Origin, TokenColumn, expect_whole, is_whole
 
 
 class Request(NamedTuple):
@@ -220,16 +219,14 @@ def check_gamma(gamma: Gamma) -> None:
     """Refuse a γ that no cycle can have."""
     if gamma == "auto":
         return
-    if not isinstance(gamma, int):
-        raise SelfJudgeError(f"`gamma` must be a whole number or auto, not {gamma!r}")
+    expect(is_whole(gamma), "gamma", "a whole number or auto", gamma)
     if not 0 <= gamma <= MAX_GAMMA:
         raise SelfJudgeError(f"`gamma` must lie between 0 (plain decoding) and {MAX_GAMMA}, not {gamma}")
 
 
 def limit_request(request: Request, window: int) -> Request:
     """Return the request with the limit that the context window allows; refuse it if no token fits."""
-    if not isinstance(request.max_new_tokens, Integral) or request.max_new_tokens < 1:
-        raise SelfJudgeError(f"`max_new_tokens` must be a whole number, at least 1, not {request.max_new_tokens!r}")
+    expect_whole("max_new_tokens", request.max_new_tokens, 1)
     length = len(request.prompt)
     if not length:
         raise SelfJudgeError("the prompt is empty: give at least one token")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.decoding.edits import LogitsEdit, RowEdits
-from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.errors import SelfJudgeError, expect, first_line
 from selfjudge.models.pair import Pair
 
 if TYPE_CHECKING:
@@ -127,6 +127,18 @@ def compile_grammar(pair: Pair, text: str) -> Grammar:
     return grammar
 
 
+def read_form(pair: Pair, options: Any) -> Grammar | None:
+    """Take `schema` and `grammar` out of the options; what they say together."""
+    schema, grammar = options.pop("schema", None), options.pop("grammar", None)
+    if schema is not None and grammar is not None:
+        raise SelfJudgeError("an answer follows a schema or a grammar: leave out one of `schema` and `grammar`")
+    expect(isinstance(schema, Mapping | None), "schema", "a JSON schema as a dictionary", schema)
+    expect(isinstance(grammar, str | None), "grammar", "text", grammar)
+    if schema is None and grammar is None:
+        return None
+    return compile_grammar(pair, grammar_text("grammar", grammar) if schema is None else grammar_text("json", schema))
+
+
 def _library() -> Any:
     try:
         import llguidance.hf
@@ -158,9 +170,10 @@ def _compiler(library: Any, pair: Pair) -> Any:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Why a matcher has failed, in a line."""
-    reason = matcher.get_error().split("\n", 1)[0][:200]
-    return "no answer can fit it" if reason == "NoExtensionBias" else reason
+    """Why a matcher has failed, in a line; what is wrong with a regular expression stands on a later one."""
+    first, *others = matcher.get_error().split("\n")
+    why = next((line.removeprefix("error:") for line in others if line.startswith("error:")), "")
+    return "no answer can fit it" if first == "NoExtensionBias" else f"{first[:200]}{why[:100]}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from selfjudge.decoding import rules, rules_baselines as baselines
 from selfjudge.decoding.guards import STRICT_CODE, STRICT_START, structure_of
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.errors import SelfJudgeError, unknown
+from selfjudge.errors import SelfJudgeError, expect, unknown
 from selfjudge.judge.config import JudgeConfig, find_judge
 from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
 
@@ -87,10 +87,9 @@ class RuleRequest:
         if isinstance(self.theta, str):
             with suppress(ValueError):
                 object.__setattr__(self, "theta", float(self.theta))
-        if not isinstance(self.rule, (str, type(None))):
-            raise SelfJudgeError(f"`rule` must be text, such as 'margin:0.5', not {str(self.rule)[:60]!r}")
-        if isinstance(self.theta, bool) or not isinstance(self.theta, (str, int, float, type(None))):
-            raise SelfJudgeError(f"`theta` must be a number, not {self.theta!r}")
+        expect(isinstance(self.rule, str | None), "rule", "text, such as 'margin:0.5', or a rule object", self.rule)
+        number = isinstance(self.theta, str | float | int | None) and not isinstance(self.theta, bool)
+        expect(number, "theta", "a number", self.theta)
         check_settings(self)
         if self.theta is not None and self.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
@@ -245,6 +244,10 @@ def resolve_rule(
     pair: Pair, rule: str | AcceptanceRule | None = None, *, sampling: Sampling | None = None, **options: Any
 ) -> AcceptanceRule:
     """The rule that text or an object names, ready for this pair; `options` are those of `RuleRequest`."""
+    known = [f.name for f in fields(RuleRequest)]
+    for name in options.keys() - known:
+        raise unknown("option", name, [*known[1:], "sampling"])
+    expect(isinstance(sampling, Sampling | None), "sampling", "a Sampling, such as Sampling(0.7)", sampling)
     if not isinstance(rule, AcceptanceRule):
         return RuleRequest(rule, **options).resolve(pair, sampling=sampling)
     if sampling is not None or any(value is not None for value in options.values()):
@@ -257,6 +260,7 @@ def resolve_rule(
 def load_judge(judge: Judge | JudgeConfig | str | Path) -> Judge | JudgeConfig:
     """The judge itself, or the one of that name; files are read again once they have changed."""
     if not isinstance(judge, (str, Path)):
+        expect(hasattr(judge, "threshold"), "judge", "a Judge, its folder, hub id or embedded name", judge)
         return judge
     file = find_judge(judge) / "model.safetensors"
     return _read_judge(str(judge), file.stat().st_mtime_ns if file.is_file() else 0)

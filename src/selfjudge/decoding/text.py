@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast, overload
 
@@ -18,20 +17,20 @@ from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptur
 from selfjudge.decoding.cycle import CAPTURED_CYCLES
 from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.gamma import MAX_AUTO_GAMMA
-from selfjudge.decoding.grammar import Grammar, check_edits, compile_grammar, grammar_text
+from selfjudge.decoding.grammar import Grammar, check_edits, read_form
 from selfjudge.decoding.guards import asks_for_structure, structure_of
 from selfjudge.decoding.loop import decode, find_statistics, measure_costs
 from selfjudge.decoding.prefill import Prefill
-from selfjudge.decoding.rule_parser import resolve_rule
+from selfjudge.decoding.rule_parser import RuleRequest, resolve_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules, find_level
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.prefixes import open_store
 from selfjudge.engine.select import PairEngines
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, expect
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.types import Gamma, Generation, Piece, Step, default_gamma
+from selfjudge.types import Gamma, Generation, Piece, Step, default_gamma, expect_whole, is_whole
 
 
 class DecodingOptions(TypedDict, total=False):
@@ -107,8 +106,9 @@ def generate(
     A rule is text (see `selfjudge ls rules`) or an object; `exact` if not given. `GenerateOptions` lists the options.
     """
     batch, stop = options.pop("batch", 8), options.pop("stop", ())
-    if batch < 1:
-        raise SelfJudgeError(f"`batch` must be at least 1, not {batch}")
+    expect_whole("batch", batch, 1)
+    listed = hasattr(prompts, "__len__") and not isinstance(prompts, Mapping)
+    expect(listed, "prompts", "a text, chat messages, or a list of such prompts", prompts)
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
     all_prompts = cast("Sequence[Prompt]", [prompts] if single else prompts)
     decoding, requests = prepare(pair, all_prompts, rule, options)
@@ -134,11 +134,14 @@ def prepare(
     encode: Callable[..., list[int]] | None = None,
 ) -> tuple[Decoding, list[Request]]:
     """What decodes under these options, and the requests that they describe. `encode` is the pair's own by default."""
+    check_pair(pair)
     encode = encode or pair.encode
     limit, raw = options.pop("max_new_tokens", 256), options.pop("raw", False)
-    seed, seeds, grammar = options.pop("seed", None), options.pop("seeds", None), _read_grammar(pair, options)
+    seed, seeds, grammar = options.pop("seed", None), options.pop("seeds", None), read_form(pair, options)
     seeded = seed is not None or seeds is not None
     seeds = [row_seed(seed or 0, i) for i in range(len(prompts))] if seeds is None else seeds
+    fits = hasattr(seeds, "__len__") and len(seeds) == len(prompts) and all(map(is_whole, seeds))
+    expect(fits, "seeds", "a list of a whole number for each prompt", seeds)
     requests = [
         Request(encode(prompt, raw=raw), limit, seeds[i], edits=(grammar.begin(),) if grammar else ())
         for i, prompt in enumerate(prompts)
@@ -180,8 +183,8 @@ class Batch:
     ) -> None:
         """At most `rows` answers are decoded at a time, others wait; `length` limits prompt and answer together.
         `prefix_cache` is the pair's memory for prefixes: 1GB, or a share of what is available (0.1), `0` for none."""
-        if not all(isinstance(number, Integral) and number >= 1 for number in (rows, length)):
-            raise SelfJudgeError(f"`rows` and `length` are whole numbers from 1 on, not {rows!r} and {length!r}")
+        expect_whole("rows", rows, 1)
+        expect_whole("length", length, 1)
         self._decoding = Decoding(pair, rule, shared=shared, **options)
         self._decoding.engines.prefixes = open_store(pair.target_model, prefix_cache)
         self._queue = AdmissionQueue(rows, length)
@@ -206,7 +209,7 @@ class Batch:
         stop_ids: Collection[int] = (),
         ignore_eos: bool = False,
         edits: RowEdits = (),
-        rule: AcceptanceRule | None = None,
+        rule: str | AcceptanceRule | None = None,
         gamma: Gamma | None = None,
         trace: bool | None = None,
         salt: Hashable = "",
@@ -217,9 +220,10 @@ class Batch:
         prompt, stop_ids = (read_ids(*ids, self._ids) for ids in (("prompt", prompt), ("stop_ids", stop_ids)))
         streamed = streamed or bool(stop or stop_ids)
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed, stop_ids, by_step)
+        listed = isinstance(edits, list | tuple) and all(hasattr(one, "advance") for one in edits)
+        expect(listed, "edits", "a tuple of objects with the methods of `LogitsEdit`", edits)
         request = Request(prompt, max_new_tokens, row_seed(seed, 0), ignore_eos=ignore_eos, edits=edits, salt=salt)
-        request = limit_request(self._decoding.complete(request, rule, gamma, trace), self._decoding.pair.window)
-        self._queue.put(self._decoding.examine(request))
+        self._queue.put(self._decoding.examine(self._decoding.complete(request, rule, gamma, trace)))
         self._answers[self._next] = answer
         self._next += 1
         return answer
@@ -284,6 +288,8 @@ class Decoding:
     ) -> None:
         """A sampled answer that is `seeded` has a fixed γ unless one is given. A grammar makes it `constrained`. With
         `shared` rules these are those of requests that name none."""
+        check_pair(pair)
+        expect(isinstance(shared, RowRules | None), "shared", "what `share_rules` gives", shared)
         self.pair, self.trace = pair, trace
         self.rule = _guard(resolve_rule(pair, rule, **rule_options), pair, constrained)
         self.shared, self.rows_rule = shared, shared or self.rule
@@ -298,7 +304,7 @@ class Decoding:
         self.most = SHARED_GAMMA if pair.draft is not None else 0  # drafts that an answer with shared rules may have
 
     def complete(
-        self, request: Request, rule: AcceptanceRule | None, gamma: Gamma | None, trace: bool | None
+        self, request: Request, rule: str | AcceptanceRule | None, gamma: Gamma | None, trace: bool | None
     ) -> Request:
         """The request with a rule, a γ and a trace of its own, or those of the batch."""
         if self.shared is None:
@@ -306,6 +312,9 @@ class Decoding:
                 raise SelfJudgeError("all answers of this batch have one rule: make it with `shared` rules")
             return request
         constrained = any(isinstance(edit, Grammar) for edit in request.edits)
+        expect(trace in (None, False, True), "trace", "True or False", trace)
+        if not isinstance(rule, AcceptanceRule | None):
+            rule = RuleRequest(rule).resolve(self.pair, self.shared.judge)
         own = self.rule if rule is None else _guard(rule, self.pair, constrained)
         gamma = self.gamma if gamma is None else gamma
         check_gamma(gamma)
@@ -346,7 +355,8 @@ class Decoding:
         return True
 
     def examine(self, request: Request) -> Request:
-        """The request, and whether its answer is structured where the rule wants to know."""
+        """The request, limited to the context window, and whether it is structured where the rule wants to know."""
+        request = limit_request(request, self.pair.window)
         rule = request.rule or self.rule
         constrained, guards = any(isinstance(edit, Grammar) for edit in request.edits), rule.guards
         if constrained and request.ignore_eos:
@@ -445,14 +455,9 @@ def _guard(rule: AcceptanceRule, pair: Pair, constrained: bool) -> AcceptanceRul
     return pair.target_model.keep(("guarded rule", rule, *lacking.values()), make)
 
 
-def _read_grammar(pair: Pair, options: Any) -> Grammar | None:
-    """Take `schema` and `grammar` out of the options; what they say together."""
-    schema, grammar = options.pop("schema", None), options.pop("grammar", None)
-    if schema is not None and grammar is not None:
-        raise SelfJudgeError("an answer follows a schema or a grammar: leave out one of `schema` and `grammar`")
-    if schema is None and grammar is None:
-        return None
-    return compile_grammar(pair, grammar_text("grammar", grammar) if schema is None else grammar_text("json", schema))
+def check_pair(pair: Pair) -> None:
+    """Refuse what is not a pair, such as its name."""
+    expect(isinstance(pair, Pair), "pair", "a Pair, such as Pair.load('smollm2-135m')", pair)
 
 
 SHARED_GAMMA = MAX_AUTO_GAMMA  # the most drafts in batches with shared rules: every row has cache slots for them
@@ -473,6 +478,5 @@ def shares(shared: RowRules, rule: AcceptanceRule, gamma: Gamma) -> bool:
 
 def row_seed(seed: int, row: int) -> int:
     """The seed of one row's random numbers."""
-    if not isinstance(seed, Integral):
-        raise SelfJudgeError(f"`seed` must be a whole number, not {seed!r}")
+    expect_whole("seed", seed)
     return (int(seed) * 1_000_003 + row) % (1 << 63)

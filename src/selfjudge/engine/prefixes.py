@@ -87,7 +87,7 @@ class PrefixStore:
 def open_store(model: LoadedModel, limit: str | None) -> PrefixStore | None:
     """The store that is kept for a target, of a size or a share of the available memory; None where it is `0`."""
     store = model.keep("prefixes", PrefixStore)
-    size = 0.0 if limit == "0" else parse_memory(limit or SHARE, "prefix_cache")
+    size = 0.0 if limit == "0" else parse_memory(SHARE if limit is None else limit, "prefix_cache")
     if size <= 1:
         size *= (free_memory(model.device) or 8e9) + store.used  # a guess where the system does not say
     if limit is not None or not store.limit:

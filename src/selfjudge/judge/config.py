@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.errors import SelfJudgeError, expect, first_line
 from selfjudge.store import hub_options, read_json, unreachable, write_json
 from selfjudge.store.schema import Count, Range, Share
 from selfjudge.types import DEFAULT_THETA
@@ -121,8 +121,8 @@ def shipped_judge(name: str) -> Path | None:
 
 def find_judge(source: str | Path) -> Path:
     """The folder of a judge: a local one, that of an embedded name, or the local copy of a hub repository."""
-    folder = Path(source).expanduser()
-    text = str(source)
+    expect(isinstance(source, str | Path), "judge", "a folder, hub id or embedded name", source)
+    folder, text = Path(source).expanduser(), str(source)
     if isinstance(source, Path) or folder.exists():
         return folder
     if (shipped := shipped_judge(text)) is not None:

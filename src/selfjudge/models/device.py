@@ -42,10 +42,10 @@ def available_memory() -> int | None:
 
 def parse_memory(text: str, option: str = "gpu_memory") -> float:
     """A share of a device (`0.9`) as it is, a size (`8GB`, `500MB`) in bytes; `option` is what the user calls it."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|GB|GiB|MB)", text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|GB|GiB|MB)", text) if isinstance(text, str) else None
     size = 0.0 if found is None else float(found[1]) * {"": 1, "GB": 1e9, "GiB": 1 << 30, "MB": 1e6}[found[2]]
     if size <= 0 or (1 < size < 1_000_000):
-        raise SelfJudgeError(f"`{option}` is a share such as 0.9 or a size such as 8GB, not {text!r}")
+        raise SelfJudgeError(f"`{option}` is a share such as '0.9' or a size such as '8GB', not {text!r}")
     return size
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
+from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, expect, first_line
 from selfjudge.judge.config import shipped_judge
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import check_export, draft_for, head_folder, shipped_draft
@@ -58,6 +58,8 @@ class Pair:
         quantises. A dtype of floats holds for the draft too, unless `draft_dtype` is int8; `full_precision` chooses
         one, for labels, likelihoods and training. `gpu_memory` limits what this process takes of a CUDA device: a share
         (`0.9`) or a size (`8GB`). Without `needs_draft` the pair may lack a draft: it then decodes only plainly."""
+        for name, reference in (("target", target), ("draft", draft or target)):
+            expect(isinstance(reference, str), name, "an embedded name, a hub id or a path, as text", reference)
         loader = Loader.choose(target, device, dtype, draft_dtype, full_precision, progress)
         if gpu_memory is not None:
             limit_memory(loader.device, gpu_memory)
@@ -146,8 +148,7 @@ class Pair:
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise SelfJudgeError(EMPTY_PROMPT)
         if raw:
-            if not isinstance(prompt, str):
-                raise SelfJudgeError("a raw prompt must be a string, not chat messages")
+            expect(isinstance(prompt, str), "prompt", "a text where it is raw", prompt)
             return list(self.tokenizer(prompt)["input_ids"])
         return self.encode_many([prompt], variables)[0]
 
@@ -159,13 +160,20 @@ class Pair:
             return []
         texts, options = [], {**(variables or {}), "add_generation_prompt": True, "tokenize": False}
         for prompt in prompts:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+            messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            listed = isinstance(messages, Sequence) and all(map(_is_message, messages))
+            expect(listed, "prompt", "a text or a list of chat messages with `role` and `content`", prompt)
             try:
-                texts.append(self.tokenizer.apply_chat_template(messages, **options))
+                texts.append(self.tokenizer.apply_chat_template([*map(dict, messages)], **options))
             except Exception as error:  # whatever the model's own template raises
                 raise SelfJudgeError(f"the chat template does not take these messages: {first_line(error)}") from None
         ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def _is_message(message: object) -> bool:
+    fields: Mapping[str, Any] = message if isinstance(message, Mapping) else {}
+    return "role" in fields and any(fields.get(name) is not None for name in ("content", "tool_calls"))
 
 
 def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Notify = ignore) -> None:
