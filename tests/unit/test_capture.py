@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from contextlib import nullcontext
+from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from selfjudge.decoding.loop import decode, find_statistics
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch
+from selfjudge.engine.cuda import engine as cuda_engine
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.draft import BatchEngines, Drafter
 from selfjudge.engine.select import make_draft, make_engine
@@ -190,3 +196,90 @@ def test_no_more_is_captured_than_an_engine_keeps(monkeypatch: pytest.MonkeyPatc
     assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(1, CycleSize(2)), (2, CycleSize(2))]
     capture_cycles(engines, EXACT, 1, map(CycleSize, (2,)))
     assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(2, CycleSize(2))]
+
+
+class FakeDevice:
+    """Streams and graphs without a GPU; no two captures at a time, and pools as torch has them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.modes: set[str] = set()
+        device, pools, handles = self, dict[int, WeakSet[Any]](), count()
+
+        class Stream:
+            def wait_stream(self, other: object) -> None:
+                device.log.append("wait")
+
+            def synchronize(self) -> None:
+                pass
+
+        class Graph:
+            def capture_begin(self, pool: int, capture_error_mode: str = "global") -> None:
+                device.modes.add(capture_error_mode)
+                assert pool not in pools or len(pools[pool]), "all graphs of this pool are gone"
+                pools.setdefault(pool, WeakSet()).add(self)
+                self.handle = pool
+                device.log.append("begin")
+
+            def capture_end(self) -> None:
+                device.log.append("end")
+
+            def pool(self) -> int:
+                return self.handle
+
+            def replay(self) -> None:
+                pass
+
+        stream = Stream()
+        patch.setattr(cuda_engine, "_side_stream", lambda _: stream)
+        patch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+        patch.setattr(torch.cuda, "CUDAGraph", Graph)
+        self.pools = pools
+
+    def engine(self) -> CudaEngine:
+        engine = CudaEngine(TARGET)
+        engine.device = torch.device("cuda")
+        return engine
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice(monkeypatch)
+
+
+def test_graphs_share_memory_with_those_that_are_left(fake_device: FakeDevice) -> None:
+    """And begin anew where none is: the first capture found no memory, or all graphs were replaced."""
+    engine, runs = fake_device.engine(), iter([True, False])
+
+    def run_out() -> None:
+        if not next(runs, True):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.capture([run_out], [])
+    kept = [engine.capture([run_out, run_out], []), engine.capture([run_out], [])]
+    assert sorted(map(len, fake_device.pools.values())) == [0, 3]
+    kept.clear()
+    gc.collect()
+    kept.append(engine.capture([run_out], []))
+    assert sorted(map(len, fake_device.pools.values())) == [0, 0, 1]
+    assert fake_device.log.count("begin") == fake_device.log.count("end") == 5
+
+
+def test_threads_capture_one_after_the_other(fake_device: FakeDevice) -> None:
+    first, second = fake_device.engine(), fake_device.engine()
+    begun = threading.Event()
+    other = threading.Thread(target=lambda: second.capture([begun.set], []))
+
+    def meanwhile() -> None:
+        if not other.ident:
+            other.start()
+        begun.wait(0.1)
+
+    first.capture([meanwhile], [])
+    other.join()
+    alone = ["wait", "begin", "end", "wait"]
+    assert fake_device.log == alone * 2
+    assert fake_device.modes == {"thread_local"}  # other threads may take memory meanwhile

@@ -7,11 +7,13 @@ import contextlib
 import copy
 import functools
 import gc
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self, cast
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,7 @@ SLOTS = 256  # cache lengths are multiples of this, so that the next batch is li
 ASIDES = 2  # engines made by `aside` that are kept with their cache and graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 WIDEST_HEAD = 256  # columns of a head that the kernels can hold
+_CAPTURING = threading.Lock()
 
 
 def why_not(module: PreTrainedModel | EagleHead) -> str | None:
@@ -100,7 +103,7 @@ class CudaEngine(Engine):
         self.version = 0
         self.captured_cycles = {}
         self._asides: list[Self] = []  # engines whose rows have joined: the next prompts reuse their graphs
-        self._pool: Any = None  # memory pool that graphs share: they never run at the same time
+        self._graphs: WeakSet[Any] = WeakSet()  # those that are there share memory: they never run at the same time
         self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its graph
         self.lengths = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
         self._rotary: list[tuple[Tensor, Tensor]] = []  # of every kind cosine and sine by position
@@ -123,7 +126,7 @@ class CudaEngine(Engine):
             self.lengths.zero_()
             return
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a cycle in flight may read what is freed
+            torch.cuda.current_stream(self.device).synchronize()  # a cycle in flight may read what is freed
         self.release()  # the old cache is freed before the new one is allocated
         shape = (2, len(w.layers), batch, w.kv_heads, slots, w.dim)
         self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -167,7 +170,6 @@ class CudaEngine(Engine):
         if cycles:
             self.captured_cycles.clear()
             self._prefills.clear()
-            self._pool = None
 
     def release(self) -> None:
         version = self.version
@@ -337,27 +339,30 @@ class CudaEngine(Engine):
 
         # not `torch.cuda.graph`: before every capture it empties the allocator's cache, which takes longer
         side, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
-        side.wait_stream(current)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = []
-        try:
-            with torch.cuda.stream(side), warnings.catch_warnings(), _no_collection():
-                warnings.simplefilter("ignore")  # a phase may have nothing to do, and its graph be empty
-                for function in functions:  # compile what is new
-                    function()
-                restore()
-                side.synchronize()
-                for function in functions:
-                    graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(pool=self._pool)
-                    try:
+        with _alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a phase may have nothing to do, and its graph be empty
+            side.wait_stream(current)
+            try:
+                with torch.cuda.stream(side):
+                    for function in functions:  # compile what is new
                         function()
-                    finally:
-                        graph.capture_end()
-                    graphs.append(graph)
-        finally:  # also where there was no memory for it: the caller may free some and try again
-            current.wait_stream(side)
-            restore()
+                    restore()
+                    side.synchronize()
+                    # the pool of a graph that is there: torch takes none whose graphs are all gone
+                    pool = next((graph.pool() for graph in self._graphs), None) or torch.cuda.graph_pool_handle()
+                    for function in functions:
+                        graph = torch.cuda.CUDAGraph()
+                        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # others may take memory
+                        try:
+                            function()
+                        finally:
+                            graph.capture_end()
+                        graphs.append(graph)
+            finally:  # also where there was no memory for it: the caller may free some and try again
+                current.wait_stream(side)
+                restore()
+        self._graphs.update(graphs)
         return [graph.replay for graph in graphs]
 
 
@@ -424,12 +429,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Suspend garbage collection: freeing another engine's graphs would break the one being captured."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
+def _alone() -> Iterator[None]:
+    """Let no other thread capture, and suspend garbage collection: it may free graphs of another engine."""
+    with _CAPTURING:
+        running = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if running:
+                gc.enable()
