@@ -27,7 +27,7 @@ GAMMAS = [3, 0, 0, 5, 1, 0, 2, 2, *[0] * 9, 4, 0, 4]
 @pytest.fixture(params=["auto", "cuda", REFERENCE])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(drafts, "BACKLOG", 12)
-    for name, tokens in (("PREFILL_TOKENS", 9), ("CAPTURED_TOKENS", 0), ("STEP_TOKENS", 4)):
+    for name, tokens in (("PASS_TOKENS", 9), ("CAPTURED_TOKENS", 0), ("STEP_TOKENS", 4)):
         monkeypatch.setattr(cuda, name, tokens)  # prompts are read as long ones are
     return request.param
 

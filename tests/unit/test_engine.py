@@ -63,7 +63,7 @@ def test_every_logit_equals_a_fresh_forward(
 
 def few_tokens_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the static engine read prompts of this size as it reads long ones."""
-    for name, tokens in (("PREFILL_TOKENS", 20), ("CAPTURED_TOKENS", 0), ("STEP_TOKENS", 4)):
+    for name, tokens in (("PASS_TOKENS", 20), ("CAPTURED_TOKENS", 0), ("STEP_TOKENS", 4)):
         monkeypatch.setattr(cuda, name, tokens)
 
 

@@ -25,7 +25,7 @@ from selfjudge.decoding.text import Batch, generate
 from selfjudge.engine import draft as draft_module
 from selfjudge.engine.cpu.library import library
 from selfjudge.engine.cpu.weights import PackedWeights
-from selfjudge.engine.cuda.engine import CudaEngine
+from selfjudge.engine.cuda.engine import CudaEngine, passes
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
@@ -96,6 +96,30 @@ def test_a_token_is_what_the_caches_reserve() -> None:
     assert engine.cache_bytes == 3 * engine.row_bytes(500) == 3 * 512 * need.token
     assert need.rows_that_fit(254, 10 * need.row(254)) == 10
     assert need.rows_that_fit(254, need.row(254) - 1) == 0
+
+
+def test_a_pass_holds_as_many_tokens_as_the_estimate_counts() -> None:
+    rows = [memory.PASS_TOKENS // 3] * 7 + [8] * 100
+    parts = [part for part, _ in passes(rows, max(rows))]
+    assert [row for part in parts for row in range(len(rows))[part]] == list(range(len(rows)))
+    assert all(max(rows[part]) * len(rows[part]) <= memory.PASS_TOKENS for part in parts)
+
+
+def test_a_cache_without_memory_for_its_tables_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, token, failures = CudaEngine(MODELS[0]), torch.tensor([[5], [6]]), iter([True])
+    tables = type(engine.weights.shape).rotary_tables
+
+    def run_out(*arguments: Any) -> Any:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return tables(*arguments)
+
+    monkeypatch.setattr(type(engine.weights.shape), "rotary_tables", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.reserve(2, 40)
+    assert engine.rows_held(40) == 0
+    engine.reserve(2, 40)
+    assert torch.equal(engine.extend(token).logits, CudaEngine(MODELS[0]).extend(token).logits)
 
 
 def test_a_draft_is_a_head_or_a_model(head_folder: Path, checkpoints: dict[str, str]) -> None:
@@ -214,13 +238,16 @@ def test_prompts_that_find_no_memory_at_a_time_are_read_apart(full: Callable[...
     assert max(len({e.row for e in step.emissions}) for step in steps) == 4
 
 
-def test_answers_that_were_given_up_are_made_once_more(tiny_pair: Pair, no_graphs: Callable[..., None]) -> None:
+@pytest.mark.parametrize("batch", [4, 8])
+def test_answers_that_were_given_up_are_made_once_more(
+    tiny_pair: Pair, no_graphs: Callable[..., None], batch: int
+) -> None:
     """Two rows find memory for a cycle, and six are asked for: the others are answered after them."""
     tiny_pair.target_model.release()
     asked = [f"w{i} w{i + 1}" for i in range(6)]
     alone = [generate(tiny_pair, text, raw=True, max_new_tokens=8, gamma=2).tokens for text in asked]
     no_graphs(lambda rows: rows > 2)
-    answers = generate(tiny_pair, asked, raw=True, max_new_tokens=8, gamma=2, batch=4, engine="cuda")
+    answers = generate(tiny_pair, asked, raw=True, max_new_tokens=8, gamma=2, batch=batch, engine="cuda")
     assert [answer.tokens for answer in answers] == alone
 
 
@@ -426,8 +453,9 @@ def test_a_batch_without_memory_gives_its_newest_rows_up(no_graphs: Callable[...
     assert [row for step in steps for row in step.out_of_memory] == [3, 2]
     assert_answered(steps, requests[:2])
     assert [len(tokens_of(steps, row)) for row in (2, 3)] == [1, 1]  # those of their prompts
-    with pytest.raises(torch.OutOfMemoryError):  # every answer is wanted
-        list(decode(engines(), requests, Exact(), gamma=2))
+    together = list(decode(engines(), requests, Exact(), gamma=2))  # nobody has asked for a queue
+    assert [row for step in together for row in step.out_of_memory] == [3, 2]
+    assert_answered(together, requests[:2])
 
 
 def test_the_newest_row_is_given_up_wherever_it_lies(no_graphs: Callable[..., None]) -> None:

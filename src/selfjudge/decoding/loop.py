@@ -210,7 +210,6 @@ class _LiveBatch:
     cycle: Cycle | None = None
     plain_cycles: int = 0  # cycles since the last drafts
     changed: bool = False  # whether rows have entered or left since the last cycle
-    queued: bool = False  # whether requests wait in a queue: where memory is short, rows are given up one by one
     released: bool = False  # whether the next cycle found no memory, and all that is spare has been freed
 
     def __post_init__(self) -> None:
@@ -231,7 +230,7 @@ class _LiveBatch:
             if not group.unread:
                 return AdmissionQueue(0, 0), [self._enter(group, [], 0)]
             self.engines.release_spare()
-        queue, self.queued = queue or AdmissionQueue(n, longest, patient=True), True
+        queue = queue or AdmissionQueue(n, longest, patient=True)
         queue.waiting.extendleft(reversed(requests))
         self.prefill.make_room(queue, longest)  # if there is none, `admit` gives requests up
         return queue, []
@@ -341,8 +340,6 @@ class _LiveBatch:
         try:
             cycle.prepare()
         except torch.OutOfMemoryError:
-            if self.released and not self.queued:
-                raise
             return None
         packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, self.rows.live_edits if edited else ())
         self.plain_cycles, self.released = 0 if plan.size.gamma else self.plain_cycles + 1, False

@@ -26,12 +26,11 @@ from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
 from selfjudge.models.device import send
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
-from selfjudge.models.memory import token_bytes
+from selfjudge.models.memory import PASS_TOKENS, token_bytes
 from selfjudge.models.shape import UnknownShapeError, describe_model
 from selfjudge.models.tokens import context_window
 from selfjudge.ops import has_triton
 
-PREFILL_TOKENS = 32768  # prompt tokens per pass
 PREFILLS = 32  # shapes of prompts that are kept as graphs, at most
 CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are captured as a graph when their shape recurs
 SLOTS = 256  # cache lengths are multiples of this, so that the next batch is likely to fit into the same cache
@@ -63,13 +62,13 @@ def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
 
 
 def passes(lengths: Sequence[int], width: int) -> Iterator[tuple[slice, int]]:
-    """Split rows into passes of at most PREFILL_TOKENS: yields neighbours and how many columns are padding in all."""
+    """Split rows into passes of at most PASS_TOKENS: yields neighbours and how many columns are padding in all."""
     first = 0
     while first < len(lengths):
         longest, stop = max(1, lengths[first]), first + 1
         while stop < len(lengths):
             longer = max(longest, lengths[stop])
-            if longer * (stop + 1 - first) > PREFILL_TOKENS:
+            if longer * (stop + 1 - first) > PASS_TOKENS:
                 break
             longest, stop = longer, stop + 1
         yield slice(first, stop), width - longest
@@ -131,9 +130,9 @@ class CudaEngine(Engine):
         shape = (2, len(w.layers), batch, w.kv_heads, slots, w.dim)
         self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
-        self.slots = slots
-        self.use_rows(batch)
         self._rotary = list(zip(*w.shape.rotary_tables(w.rotary, slots, w.dim, self.device), strict=True))
+        self.slots = slots  # last: without memory for all of it there is no cache
+        self.use_rows(batch)
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
@@ -264,8 +263,8 @@ class CudaEngine(Engine):
         width = slot.shape[1]
         outputs = []
         for part, padding in passes([max(length, keep) for length in lengths], width):
-            for start in range(padding, width, PREFILL_TOKENS):
-                columns = slice(start, start + PREFILL_TOKENS)
+            for start in range(padding, width, PASS_TOKENS):
+                columns = slice(start, start + PASS_TOKENS)
                 pieces = [tensor[part, columns].contiguous() for tensor in (x, slot, position)]
                 wanted = min(keep, pieces[1].shape[1])
                 states = None if features is None else features[part, columns]
