@@ -20,7 +20,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling,
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate, prepare, stream
 from selfjudge.engine import select
-from selfjudge.engine.select import PairEngines
+from selfjudge.engine.select import PairEngines, borrow_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models import load as loading
 from selfjudge.models.load import Draft, Target
@@ -386,6 +386,20 @@ def test_int8_drafts_are_for_the_cpu(checkpoints: dict[str, str], monkeypatch: p
     monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
     with pytest.raises(SelfJudgeError, match="`draft_dtype` int8 needs a cpu, not cuda"):
         Pair.load(checkpoints["target"], checkpoints["draft"], draft_dtype="int8")
+
+
+def test_who_decodes_launches_kernels_on_the_device_of_the_model(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever thread: the current device is each thread's own."""
+
+    class Elsewhere(Target):
+        device = torch.device("cuda:1")  # type: ignore[assignment]
+
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with borrow_engine(Elsewhere(tiny_pair.target), kind="reference"):
+        assert chosen == [torch.device("cuda:1")]
 
 
 def test_what_batches_learn_belongs_to_the_models_and_their_engines(tiny_pair: Pair) -> None:
