@@ -24,7 +24,7 @@ from selfjudge.cli.options import (
     Setup,
     describe_size,
 )
-from selfjudge.cli.output import Progress, figure, fill_text, print_json, print_rows, print_text, warn
+from selfjudge.cli.output import Progress, fill_text, print_json, print_rows, print_text, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
@@ -75,7 +75,7 @@ def bench(
     with Progress() as progress:
         result = bench_decode(pair, questions[:limit], config, rules, full=full, notify=progress)
     yield result
-    words = {"where": describe_machine(result), "glossary": GLOSSARY, "phases": PHASES, "figure": figure}
+    words = {"where": describe_machine(result), "glossary": GLOSSARY, "phases": PHASES}
     print_text("bench", **result, **words)
 
 

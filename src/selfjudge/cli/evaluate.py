@@ -19,7 +19,7 @@ from selfjudge.cli.options import (
     Resume,
     Setup,
 )
-from selfjudge.cli.output import Progress, as_options, figure, print_text, waiting, warn, with_spread
+from selfjudge.cli.output import Progress, as_options, print_text, waiting, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import PAPER_PAIRS, EvalConfig, ReproduceConfig, check_examples, needs_judge, plan_runs
@@ -80,7 +80,7 @@ def evaluate(
             pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn
         )
     yield summaries
-    print_text("eval", summaries=summaries, fewest=FEWEST_SCORED, figure=figure, with_spread=with_spread)
+    print_text("eval", summaries=summaries, fewest=FEWEST_SCORED)
     typer.echo(explain("m", "γ", "judged"), err=True)
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 

@@ -70,18 +70,6 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def figure(value: float | None, form: str) -> str:
-    """A number in a table's cell."""
-    return "" if value is None else format(value, form)
-
-
-def with_spread(value: float | None, interval: list[float] | None) -> str:
-    """A difference in hundredths with the half-width of its interval."""
-    if value is None:
-        return ""
-    return f"{100 * value:+.1f}" + ("" if interval is None else f" ± {50 * (interval[1] - interval[0]):.1f}")
-
-
 def warn(text: str) -> None:
     """Print a line on stderr; arguments in backticks are shown as options."""
     print(f"selfjudge: {as_options(text)}", file=sys.stderr, flush=True)

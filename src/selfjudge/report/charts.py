@@ -1,7 +1,7 @@
 """Records → charts as data; `draw` makes pictures of them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from selfjudge.report import records
@@ -97,7 +97,11 @@ def make_charts(runs: Sequence[EvalRun], section: str) -> Iterable[Chart]:
             title, part = records.name_task(pair, task, runs)
             named = next((r.row() for r in here if r.method == methods[1] and r.is_named), rows[methods[1]][0])
             heading = f"{title}, γ = {gamma}: {kept.describe(named)}"
-            yield kept.chart(records.slug(section, part), heading, _draw_methods(rows, styles, kept), task)
+            series = []
+            for method, own in rows.items():  # one that has no style yet gets the next
+                places = sorted(map(kept.place, own), key=lambda point: point.x)
+                series.append(Series(method, styles.setdefault(method, len(styles)), tuple(places)))
+            yield kept.chart(records.slug(section, part), heading, series, task)
 
 
 def _is_paired(run: EvalRun, kept: Kept) -> bool:
@@ -106,13 +110,6 @@ def _is_paired(run: EvalRun, kept: Kept) -> bool:
     if kept is SAME_ANSWER and run.measure == records.MATCHING_WORDS:  # it is the score already
         return False
     return run.kind == "exact" or None not in (run.m_ratio, getattr(run, kept.value))
-
-
-def _draw_methods(rows: Mapping[str, Sequence[Row]], styles: dict[str, int], kept: Kept) -> Iterator[Series]:
-    """A line for each method; one that has no style yet gets the next."""
-    for method, own in rows.items():
-        places = sorted(map(kept.place, own), key=lambda point: point.x)
-        yield Series(method, styles.setdefault(method, len(styles)), tuple(places))
 
 
 def _choose_methods(runs: Sequence[EvalRun]) -> list[str]:

@@ -275,7 +275,7 @@ class TuneJob:
         """Refuse an ε that so few prompts cannot certify; an earlier attempt on them is said."""
         count, batch = len(self.groups) + len(self.aside), self.batch if self.config.times else None
         families, _ = self.split_by_gamma(self.config.gamma)
-        with _explained(self.describe_attempt()):
+        with _explained(remark("attempt", self)):
             certify.check_prompt_count(count, batch, self.config.epsilon, self.delta, len(families))
 
     @cached_property
@@ -302,10 +302,6 @@ class TuneJob:
     def delta(self) -> float:
         """δ of this attempt."""
         return certify.share_delta(self.config.delta, 1 + len(self.earlier))
-
-    def describe_attempt(self) -> str:
-        """Which attempt on these prompts it is, if not the first; else empty."""
-        return remark("attempt", self)
 
     @property
     def loads(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from selfjudge.report.certificate import certificate_page
 from selfjudge.store import RunFolder, measured_on, read_json, write_json, write_text
 from selfjudge.store.schema import AttemptSeal, Certificate, RecipeFile
 from selfjudge.tasks.base import join_messages
-from selfjudge.tune.calibration import WORDS, LossMeasure, TuneJob
+from selfjudge.tune.calibration import WORDS, LossMeasure, TuneJob, remark
 from selfjudge.tune.config import FREE, TuneConfig
 from selfjudge.tune.families import LEAST_GAIN
 from selfjudge.tune.independence import find_earlier, note_attempt
@@ -88,9 +88,9 @@ def tune_pair(
             folder.seal(ATTEMPT, [], id=attempt)
         job = replace(job, earlier=max(known, note_attempt(attempt, job.target, job.keys), key=len))
         folder.seal(ATTEMPT, [], id=attempt, earlier=job.earlier)
-        remarks += filter(None, [job.describe_attempt()])
-        for remark in (*remarks, job.describe_outlook()):
-            warn(remark)
+        remarks += filter(None, [remark("attempt", job)])
+        for line in (*remarks, job.describe_outlook()):
+            warn(line)
         result = Tuning(job, folder, notify, warn).run()
         notify("writing", 1.0)
         return _write(job, folder, result)
