@@ -334,18 +334,18 @@ def test_the_drafts_that_ship_say_what_they_were_trained_on() -> None:
 def test_a_recipe_is_refused_for_other_models(tiny_pair: Pair, tmp_path: Path) -> None:
     said: list[str] = []
     recipe = Recipe.load(recipe_folder(tmp_path / "tuned", tiny_pair))
-    recipe.check(tiny_pair, said.append)
+    recipe.check_pair(tiny_pair, said.append)
     assert said == []
     for role in ("target", "draft"):
         other = replace(getattr(tiny_pair, f"{role}_model"), sha256="f" * 64)
         with pytest.raises(SelfJudgeError, match=f"recipe for the {role}"):
-            recipe.check(replace(tiny_pair, **{f"{role}_model": other}), said.append)
+            recipe.check_pair(replace(tiny_pair, **{f"{role}_model": other}), said.append)
     other = copy.deepcopy(tiny_pair.tokenizer)
     other.chat_template = "{{ messages }}"
     with pytest.raises(SelfJudgeError, match="recipe for another tokenizer or chat template"):
-        recipe.check(replace(tiny_pair, tokenizer=other), said.append)
+        recipe.check_pair(replace(tiny_pair, tokenizer=other), said.append)
     int8 = replace(tiny_pair.target_model, int8=True)
-    recipe.check(replace(tiny_pair, target_model=int8), said.append)
+    recipe.check_pair(replace(tiny_pair, target_model=int8), said.append)
     assert len(said) == 1
     assert "not covered" in said[0]
 

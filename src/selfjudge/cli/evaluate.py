@@ -22,7 +22,7 @@ from selfjudge.cli.options import (
 from selfjudge.cli.output import Progress, as_options, print_text, waiting, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import PAPER_PAIRS, EvalConfig, ReproduceConfig, check_examples, needs_judge, plan_runs
+from selfjudge.evaluate.config import PAPER_PAIRS, EvalConfig, ReproduceConfig, load_examples, needs_judge, plan_runs
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.report import certificate as said, page
 from selfjudge.report.records import FEWEST_SCORED
@@ -64,14 +64,15 @@ def evaluate(
     config.check()
     sources = _judges(judge, models, config)
     _check_rules(config, models, sources)
-    judges_stories = check_examples(config)
+    has_stories = any(examples.has_stories for examples in load_examples(config))
+    target_judges = has_stories and config.nli != "off"  # or may, which takes full precision
 
     if where.backend == "vllm":
         pair, answerer = where.answerer(models, next(iter(sources.values()), None))
         if setup.recipe is not None:
-            setup.recipe.check(pair, warn)
+            setup.recipe.check_pair(pair, warn)
     else:
-        pair, answerer = setup.load(full_precision=judges_stories), None
+        pair, answerer = setup.load(full_precision=target_judges), None
     judges = {name: selfjudge.Judge.from_pretrained(source) for name, source in sources.items()}
     for loaded in judges.values():
         loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
@@ -103,7 +104,7 @@ def reproduce(
         target, draft = PAPER_PAIRS[pair]
         models = replace(models, target=target, draft=draft)
     models.check()
-    check_examples(config.evaluation)
+    load_examples(config.evaluation)
 
     loaded = models.load(full_precision=True)
     with Progress() as update:
@@ -184,15 +185,15 @@ def tune(
     with Progress(resume="go on with --resume") as update:
         recipe = tuning.tune_pair(pair, out, config, judge=judge, answerer=answerer, notify=update, warn=warn)
     yield {"recipe": recipe.content, "certificate": recipe.certificate}
-    found = recipe.certificate
-    if doubtful := said.describe_doubt(found):
+    certificate = recipe.certificate
+    if doubtful := said.describe_doubt(certificate):
         warn(doubtful)
-    lines = [said.describe_result(found), said.describe_verdict(found)]
+    lines = [said.describe_result(certificate), said.describe_verdict(certificate)]
     if len(recipe.loads) > 1:
-        lines = list(map(said.describe_by_load, said.list_loads(found)))
-    for line in dict.fromkeys([said.describe_baseline(found), *lines]):
+        lines = list(map(said.describe_by_load, said.list_loads(certificate)))
+    for line in dict.fromkeys([said.describe_baseline(certificate), *lines]):
         typer.echo(line)
-    for row in found["candidates"]:
+    for row in certificate["candidates"]:
         if row["n_used"] and not row["refuted"]:
             typer.echo(f"{row['rule']}, γ = {row['gamma']}: {row['why']}", err=True)
     typer.echo(f"type this next: selfjudge serve --recipe {out}")

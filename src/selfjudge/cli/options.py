@@ -370,5 +370,5 @@ class Setup:
             models = replace(models, dtype=certified if certified in ("float32", "int8", "q4") else None)
         pair = models.load(needs_draft=needs_draft, full_precision=full_precision)
         if self.recipe is not None:
-            self.recipe.check(pair, warn)
+            self.recipe.check_pair(pair, warn)
         return pair

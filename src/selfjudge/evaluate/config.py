@@ -107,10 +107,9 @@ class TaskExamples:
         return [(answer, self.task.rate(row, answer)) for row, answer in zip(rows, answers, strict=True)]
 
 
-def check_examples(config: EvalConfig) -> bool:
-    """Refuse tasks whose examples cannot be loaded; returns whether the target may judge, in full precision."""
-    tasks = [TaskExamples.load(name, config) for name in config.tasks]
-    return config.nli != "off" and any(examples.has_stories for examples in tasks)
+def load_examples(config: EvalConfig) -> list[TaskExamples]:
+    """All tasks with their examples; refused where they cannot be loaded."""
+    return [TaskExamples.load(name, config) for name in config.tasks]
 
 
 @dataclass(frozen=True, eq=False)

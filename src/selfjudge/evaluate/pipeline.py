@@ -23,7 +23,7 @@ from selfjudge.evaluate.config import (
     ReproduceConfig,
     RuleRun,
     TaskExamples,
-    check_examples,
+    load_examples,
     plan_runs,
 )
 from selfjudge.evaluate.consistency import Entails, load_entailment
@@ -60,7 +60,7 @@ def evaluate_rules(
     """Run what is not yet done in the folder `out`; returns the summaries of all runs of `config`, in order. `judges`
     are given by name; None means the pair's own. Models run in this process unless an `answerer` is given."""
     config.check()
-    tasks = [TaskExamples.load(name, config) for name in config.tasks]
+    tasks = load_examples(config)
     answerer = answerer or TorchAnswerer(pair)
     config = replace(
         config,
@@ -194,7 +194,7 @@ def reproduce_paper(
     config.check()
     preset = config.choose_preset()
     settings = config.evaluation
-    check_examples(settings)  # missing data is found before hours of labelling
+    load_examples(settings)  # missing data is found before hours of labelling
     folders = label_by_all_methods(pair, out / "labels", preset, config, notify=notify, warn=warn)
     device = "cpu" if pair.target.device.type == "mps" else str(pair.target.device)  # fitting needs float64
     judges = train_judges(folders, out / "judges", preset, device=device, notify=notify, warn=warn)

@@ -16,7 +16,7 @@ from selfjudge.decoding.guards import asks_for_structure
 from selfjudge.decoding.rule_parser import STRICT, RuleRequest, with_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_overlap
-from selfjudge.evaluate.config import RuleRun, TaskExamples, plan_runs
+from selfjudge.evaluate.config import RuleRun, TaskExamples, load_examples, plan_runs
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.prompts.sources import find_learnt
 from selfjudge.report.formats import Sentences
@@ -78,7 +78,7 @@ class CalibrationPrompt:
 
 def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[list[CalibrationPrompt]]:
     """The prompts of all tasks by group, in the order that their texts and `salt` give. A repeated one counts once."""
-    tasks = [TaskExamples.load(name, config.evaluation) for name in config.evaluation.tasks]
+    tasks = load_examples(config.evaluation)
     found: dict[str, CalibrationPrompt] = {}
     names: list[tuple[str, Hashable | None]] = []
     given = 0

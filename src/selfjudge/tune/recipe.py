@@ -166,7 +166,7 @@ class Recipe:
         content = self.content
         return None if content["pair"] == content["target"] else str(content["draft"])
 
-    def check(self, pair: Pair, warn: Callable[[str], None]) -> None:
+    def check_pair(self, pair: Pair, warn: Callable[[str], None]) -> None:
         """Refuse another target, draft or tokenizer; warn if the certificate was measured with another dtype."""
         self.check_models(target=(pair.target_id, pair.target_sha256), draft=(pair.draft_id, pair.draft_sha256))
         self.check_tokenizer(pair.tokenizer)
