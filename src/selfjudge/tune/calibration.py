@@ -81,16 +81,14 @@ def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[lis
     tasks = load_examples(config.evaluation)
     found: dict[str, CalibrationPrompt] = {}
     names: list[tuple[str, Hashable | None]] = []
-    given = 0
     for examples in tasks:
         for row in examples.rows:
             name = row["id"] if len(tasks) == 1 else f"{examples.label}:{row['id']}"
             prompt = CalibrationPrompt(name, examples, row)
             found.setdefault(prompt.text, prompt)
             names.append((prompt.text, prompt.group))
-            given += 1
-    if given > len(found):
-        warn(f"{given - len(found)} of {given} prompts are repeated: each counts once")
+    if len(names) > len(found):
+        warn(f"{len(names) - len(found)} of {len(names)} prompts are repeated: each counts once")
     texts, prompts = list(found), list(found.values())
     groups = Groups(len(prompts))
     places = {text: index for index, text in enumerate(texts)}

@@ -102,24 +102,22 @@ def _request(row: Mapping[str, Any]) -> RuleRequest:
 def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> str:
     """The bets, computed from the differences of every prompt, end as the certificate says; `judge` is the recipe's."""
     epsilon, delta, families = certificate["epsilon"], certificate["delta"], len(set(certificate["families"]))
-    sizes = _read_sizes(certificate["groups"])
-    shared = families or not any(row["n_used"] for row in certificate["candidates"])
+    sizes, candidates = _read_sizes(certificate["groups"]), certificate["candidates"]
+    shared = families or not any(row["n_used"] for row in candidates)
     if not (_CLOSE**2 < epsilon < 1 - _CLOSE**2 and _SMALLEST < delta < 1 and shared and sizes):
         raise SelfJudgeError(f"{folder}: the certificate has no ε, δ, families or prompts to bet with")
     attempt = certificate["attempt"]
     if attempt != 1 + len(certificate["earlier_attempts"]):
         raise SelfJudgeError(f"{folder}: attempt {attempt} does not follow from the earlier ones")
     claim = Claim(epsilon, share_delta(delta, attempt) / max(1, families), len(sizes))
-    certified = [_check_candidate(folder, row, claim, sizes) for row in certificate["candidates"]]
+    won: dict[TestedPair, list[float]] = {}
+    for row in candidates:
+        differences = _check_candidate(folder, row, claim, sizes)
+        won |= {(row["rule"], row["gamma"]): differences} if row["refuted"] else {}
     _check_pairs(folder, certificate, judge)
-    by_pair = {
-        (row["rule"], row["gamma"]): differences
-        for row, differences in zip(certificate["candidates"], certified, strict=True)
-        if row["refuted"]
-    }
-    said = [_check_chosen(folder, row, claim, by_pair, sizes) for row in list_loads(certificate) if row["certified"]]
+    said = [_check_chosen(folder, row, claim, won, sizes) for row in list_loads(certificate) if row["certified"]]
     if not said:
-        return f"exact loses nothing; {len(certified)} bets on other rules computed again"
+        return f"exact loses nothing; {len(candidates)} bets on other rules computed again"
     over = "1 family" if families == 1 else f"{families} families"
     return (
         f"{'; '.join(dict.fromkeys(said))}; at most {epsilon:g} lost with confidence {1 - delta:g};"
