@@ -218,5 +218,11 @@ def test_the_binomial_bound_is_left_out_where_prompts_ended_early() -> None:
     assert whole["lost_bound"] == find_binomial_bound(0, 60, 0.05)
 
 
+def test_a_bound_needs_nothing_that_a_plain_installation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("scipy", "scipy.special", "sklearn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert find_binomial_bound(0, 60, 0.05) == pytest.approx(1 - 0.05 ** (1 / 60))
+
+
 def test_certificates_are_checked_without_torch() -> None:
     assert "torch" not in vars(sys.modules["selfjudge.tune.certify"])

@@ -1,4 +1,4 @@
-"""Is the loss of a rule at most ε? A bet against the claim that it is more; no torch. A group of prompts that depend
+"""Is the loss of a rule at most ε? A bet against the claim that it is more; numpy alone. A group of prompts that depend
 on one another, mostly one prompt, is one observation: their mean D = S_exact − S_rule ∈ [−1, 1]. The hypothesis to
 refute is E[D] > ε. A capital of 1 is multiplied at each observation by 1 − λ(X − μ), where X = (D + 1)/2 and μ = (1 +
 ε)/2. Under the hypothesis it does not grow on average, however λ is chosen from the past; the probability that it ever
@@ -26,6 +26,7 @@ CAP = 0.9  # the most of the capital that a single prompt may cost
 _Z = 1.2816  # the normal quantile of POWER
 _ZETA = 1.2020570  # Σ 1/k³, rounded up
 _STEPS = 200  # steps of `find_upper_bound` from 0 to 1
+_FINE = 2**40  # steps of `find_binomial_bound`
 _MANY = 1_000_000  # prompts; a message counts no further
 _MOST = 1_000_000_000  # prompts; whoever would need more needs another ε
 
@@ -210,6 +211,13 @@ def find_upper_bound(differences: Sequence[float] | Floats, delta: float, n: int
 
 def find_binomial_bound(hits: int, n: int, delta: float) -> float:
     """Clopper and Pearson's upper bound: the probability at which `hits` or fewer of n have the probability δ."""
-    from scipy.special import betaincinv  # comes with scikit-learn, and takes a while to import
+    if hits >= n:
+        return 1.0
+    k = np.arange(hits + 1)
+    log_choose = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in k])
 
-    return 1.0 if hits >= n else float(betaincinv(hits + 1, n - hits, 1 - delta))
+    def reached(step: int) -> bool:
+        p = step / _FINE
+        return bool(np.exp(log_choose + k * math.log(p) + (n - k) * math.log1p(-p)).sum() <= delta)
+
+    return (1 + bisect_left(range(1, _FINE), True, key=reached)) / _FINE
