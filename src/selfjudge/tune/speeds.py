@@ -21,7 +21,7 @@ from selfjudge.types import Notify, Origin, ignore, prefix_stages
 # Tokens of an answer that is counted or timed, by device: fewer would time prefill and what guards verify exactly.
 TIMED_TOKENS = {"cpu": 64, "cuda": 256}
 COUNTED_PROMPTS = 64  # the most prompts set aside that rules answer
-FEWEST_ROWS = 4  # prompts of a turn at least, however few are answered at a time
+FEWEST_ROWS = 4  # the fewest prompts of a turn, however few are answered at a time
 FEWEST_TURNS = 4  # turns of the rules that are compared; from fewer no interval is given
 _QUANTILE = 3.1824463  # of Student's t at 0.975, with FEWEST_TURNS − 1 degrees of freedom
 

@@ -26,8 +26,8 @@ from selfjudge.types import Generation, Notify, Warn, default_gamma
 
 DIGITS = 4  # digits of D; a certificate holds it as it was bet on
 COMPARED = 2  # certified pairs that are timed against `exact` at a load: those of the largest expected speeds
-CALL_SECONDS = 120.0  # that a call takes about, at most: what is killed loses no more
-RESERVED = 0.25  # share of the time that is kept for that, and as much at most for the choice of γ
+CALL_SECONDS = 120.0  # about the most that a call of the answerer takes: a killed run loses no more
+RESERVED = 0.25  # share of the time that is kept for comparing speeds; the choice of γ takes as much at most
 SLOW = f"it is not expected to be faster by {LEAST_GAIN:.0%} than exact, plain decoding and a stricter rule"
 Speed = tuple[float, Interval]  # a ratio of speeds and its interval
 

@@ -1,6 +1,7 @@
-"""`Approval` as kernels, and as three of them the steps of vLLM's second model runner: before it processes its logits,
-on them, and once it has sampled. A slot's line in a table has what its request asks; the runner has the rest on the
-device, in rows as in `v2`. A program of the first two has one row of one request, and follows its text up to there."""
+"""Triton kernels of `Approval`. A step of vLLM's second model runner launches three: `_decide` before the logits are
+processed, `_mark` on the processed logits, `_finish` once tokens are sampled. What a request asks is a line of a table,
+by its slot; the rest stays where the runner keeps it on the device, in rows as `v2` describes. A program of `_decide`
+or `_mark` handles one row of one request, and follows the request's text up to that row."""
 
 from __future__ import annotations
 
@@ -216,8 +217,9 @@ def _finish(slot_ptr, end_ptr, index_ptr, position_ptr, emitted_ptr, table_ptr, 
 
 
 class Launch:
-    """Launches a kernel with what changes, then what stays. Triton's front end takes longer on the host than the rest
-    of a step: it is asked once for each dtypes of the tensors that change, and where one does not lie at 16 bytes."""
+    """A kernel with its constant arguments, launched with those that change in front of them. Triton's front end takes
+    longer on the host than the rest of a step. So it is used once for each set of dtypes; later launches call the
+    compiled kernel directly, unless a tensor does not begin at a multiple of 16 bytes."""
 
     direct = True  # until a Triton turns out to call compiled kernels in another way
 

@@ -39,7 +39,7 @@ class DraftRows:
 
     @cached_property
     def newest(self) -> Tensor:
-        """[R] the rows of the requests' newest tokens, likewise."""
+        """[R] the row of each request's newest token, among rows of which every request has one before its drafts."""
         return self.first + torch.arange(len(self.first), device=self.first.device)
 
     def leading(self, flags: Tensor) -> Tensor:

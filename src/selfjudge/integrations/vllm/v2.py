@@ -79,8 +79,8 @@ class MarkProcessor:
         self.rules: list[AcceptanceRule | None] = [None] * slots
         of = verification.guards.structure, self.approval.special, verification.counts.total
         self.table = RequestTable(slots, gamma + 1, *of)
-        self.said: Tensor | None = None  # of the rows of this step; None outside of one, or if all are lossless
-        self._marked = False  # whether some rows of this step were
+        self.said: Tensor | None = None  # what rules said of this step's rows; None outside of one, or if lossless
+        self._marked = False  # whether rows of this step were marked
         self._slots, self._asked = b"", list[AcceptanceRule | None]()
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
