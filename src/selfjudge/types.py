@@ -95,32 +95,29 @@ def expect_whole(name: str, value: Any, least: int | None = None) -> None:
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
-    """Refuse values outside the ranges that the fields of a config declare; None means not given."""
+    """Refuse values of other types and ranges than the fields of a config declare; None means not given."""
     for f in fields(config):
-        given = getattr(config, f.name)
-        for value in given if isinstance(given, tuple) else (given,):
+        name, given = f"{prefix}`{f.name}`", getattr(config, f.name)
+        kind = f.type.__name__ if isinstance(f.type, type) else str(f.type)
+        several = isinstance(given, tuple | list)
+        if f.metadata and kind.startswith("tuple[") and not (several or given is None):
+            raise SelfJudgeError(f"{name} must be a tuple, not {given!r}")
+        for value in given if several else (given,):
             missing = value is None and f.default is not None
             if f.metadata and (missing or value not in (None, f.metadata["word"])):
-                _check_value(f"{prefix}`{f.name}`", value, f)
+                _check_value(name, value, kind, f)
 
 
-LIMITS = ("minimum", "maximum", "above", "choices", "word")
-KINDS: dict[str, tuple[Any, str]] = {
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "text"),
-}
-"""Types of fields by their names, for those who give another."""
+KINDS: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str}  # types of fields, by their names
+WORDS = {Integral: "a whole number", Real: "a number", bool: "True or False", str: "text"}
 
 
-def _check_value(name: str, value: Any, declared: Field[Any]) -> None:
-    low, high, above, choices, word = (declared.metadata[key] for key in LIMITS)
-    listed = declared.type.__name__ if isinstance(declared.type, type) else str(declared.type)
+def _check_value(name: str, value: Any, listed: str, f: Field[Any]) -> None:
+    low, high, above, choices, word = (f.metadata[key] for key in ("minimum", "maximum", "above", "choices", "word"))
     listed = listed.removesuffix(" | None").removeprefix("tuple[").removesuffix(", ...]")
-    kind, wanted = KINDS.get("int" if word else listed, (object, ""))
+    kind = KINDS.get("int" if word else listed, object)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-        raise SelfJudgeError(f"{name} must be {wanted}{f' or {word}' if word else ''}, not {value!r}")
+        raise SelfJudgeError(f"{name} must be {WORDS[kind]}{f' or {word}' if word else ''}, not {value!r}")
     if choices and value not in choices:
         raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
     if isinstance(value, float) and not isfinite(value):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from pathlib import Path
 
 import pytest
 
 from selfjudge.cli import main as cli, models
 
 
-def broken() -> list[dict[str, object]]:
+def broken() -> Path:
     raise KeyError("tau\nand more")
 
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_pairs", broken)
+    monkeypatch.setattr(models, "home", broken)
     monkeypatch.setattr(sys, "argv", ["selfjudge", "ls", "pairs"])
 
 
@@ -42,10 +44,10 @@ def test_the_traceback_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_kinds(
     kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def raising() -> list[dict[str, object]]:
+    def raising() -> Path:
         raise kind
 
-    monkeypatch.setattr(models, "_pairs", raising)
+    monkeypatch.setattr(models, "home", raising)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert (stop.value.code, capsys.readouterr().err.count("\n")) == (1, 1)
@@ -59,3 +61,14 @@ def test_halves_of_characters_are_printed(monkeypatch: pytest.MonkeyPatch, capsy
     streams = capsys.readouterr()
     assert (stop.value.code, streams.err.count("\n")) == (2, 1)
     assert "nowhere\\udc80" in streams.err
+
+
+@pytest.mark.parametrize("stdin", [io.TextIOWrapper(io.BytesIO(b"\xffHi"), "utf-8"), None])
+def test_standard_input_that_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stdin: io.TextIOWrapper | None
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["selfjudge", "generate", "-"])
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert (stop.value.code, capsys.readouterr().err) == (2, "selfjudge: standard input holds no text in UTF-8\n")

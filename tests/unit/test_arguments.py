@@ -12,6 +12,9 @@ import torch
 from selfjudge import AsyncBatch, Judge, Pair, Sampling, SelfJudgeError, generate, stream
 from selfjudge.decoding.rules import Exact
 from selfjudge.decoding.text import Batch, share_rules
+from selfjudge.evaluate import EvalConfig, evaluate_rules
+from selfjudge.label import LabelConfig, label_pair
+from selfjudge.train import train_judge
 
 DECODING = {
     "rule": [5, ["exact"], Exact], "sampling": [0.7, "0.7", {"temperature": 1}], "judge": [5, True], "theta": [[1], True], "quality": ["0.9"],
@@ -111,6 +114,28 @@ def test_a_task_that_asks_for_what_is_none_harms_no_other(tiny_pair: Pair, name:
             assert (await other).tokens == generate(tiny_pair, "w1 w2", gamma=2, max_new_tokens=20).tokens
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_half_a_character(tiny_pair: Pair, raw: bool) -> None:
+    with pytest.raises(SelfJudgeError, match="the prompt holds half a character"):
+        generate(tiny_pair, "w1 \udcff", raw=raw)
+
+
+def test_lists_and_paths_as_text_are_taken_where_tuples_and_paths_are(tiny_pair: Pair, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "w5 w6"}\n')
+    config = EvalConfig(tasks=[f"file:{asked}"], rules=["exact"], gammas=[2], max_new_tokens=4)  # type: ignore[arg-type]
+    (summary,) = evaluate_rules(tiny_pair, str(tmp_path / "eval"), config)
+    assert summary["n"] == 1
+    out = str(tmp_path / "labels")
+    label_pair(tiny_pair, out, LabelConfig(prompts=[str(asked)], tau=-50.0, max_new_tokens=24))  # type: ignore[arg-type]
+    for folders in (str(tmp_path / "none"), [str(tmp_path / "none")]):
+        with pytest.raises(SelfJudgeError, match="none has no manifest"):
+            train_judge(folders, str(tmp_path / "judge"))
+    for option in ({"gammas": 2}, {"gammas": ("2",)}, {"tasks": "gsm8k"}, {"limit": 1.5}, {"allow_unsafe": "yes"}):
+        with says(next(iter(option))):
+            EvalConfig(**{"tasks": ("arithmetic",), **option}).check()  # type: ignore[arg-type]
 
 
 def test_pairs_judges_and_samplings(checkpoints: dict[str, str]) -> None:

@@ -81,7 +81,10 @@ def generate(
     Example: selfjudge generate "Who wrote Hamlet, and when?" --schema author.json
     """
     if prompt == "-":
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except (UnicodeDecodeError, AttributeError):  # None where it is closed
+            raise SelfJudgeError("standard input holds no text in UTF-8") from None
     if not prompt.strip():
         raise SelfJudgeError(EMPTY_PROMPT)
     wanted = None if schema is None else read_json(schema)
@@ -202,7 +205,11 @@ def serve(
         raise SelfJudgeError("`load` goes with --recipe")
     if backend == "vllm":
         _refuse_torch_options(setup.models, config)
-        _serve_vllm(setup, config, ["--host", host, "--port", str(port), *shlex.split(vllm)])
+        try:
+            more = shlex.split(vllm)
+        except ValueError as error:
+            raise SelfJudgeError(f"`vllm` cannot be read: {first_line(error)}") from None
+        _serve_vllm(setup, config, ["--host", host, "--port", str(port), *more])
         return
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")

@@ -328,6 +328,8 @@ def _parse(text: str) -> tuple[type[AcceptanceRule], Mapping[str, Any]]:
             key, value = in_order[index], part
         if key not in known:
             raise SelfJudgeError(f"rule {name!r} has no option {key!r}; it has: {', '.join(known) or 'none'}")
+        if key in values:
+            raise SelfJudgeError(f"rule {text!r} names {key} twice")
         values[key] = _convert(name, key, value, known[key])
     return RULES[name], MappingProxyType(values)
 

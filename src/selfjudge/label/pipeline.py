@@ -65,16 +65,16 @@ class _LabelRun:
 
 def label_pair(
     pair: Pair,
-    out: Path,
+    out: Path | str,
     config: LabelConfig | None = None,
     *,
-    data: Path | None = None,
+    data: Path | str | None = None,
     resume: bool = False,
     notify: Notify = ignore,
     warn: Warn = ignore,
 ) -> dict[str, Any]:
     """Label into the folder `out`; returns its manifest. With `resume`, a run begun in `out` goes on."""
-    config = config or LabelConfig()
+    config, out, data = config or LabelConfig(), Path(out), None if data is None else Path(data)
     config.check()
     if pair.draft is None and pair.draft_id:
         raise SelfJudgeError(f"labels by vLLM need a `draft` that is a model, and {pair.draft_id} is a head")

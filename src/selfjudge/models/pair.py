@@ -149,7 +149,7 @@ class Pair:
             raise SelfJudgeError(EMPTY_PROMPT)
         if raw:
             expect(isinstance(prompt, str), "prompt", "a text where it is raw", prompt)
-            return list(self.tokenizer(prompt)["input_ids"])
+            return self._tokenize([prompt])[0]  # type: ignore[list-item]
         return self.encode_many([prompt], variables)[0]
 
     def encode_many(self, prompts: Sequence[Prompt], variables: Mapping[str, Any] | None = None) -> list[list[int]]:
@@ -167,8 +167,13 @@ class Pair:
                 texts.append(self.tokenizer.apply_chat_template([*map(dict, messages)], **options))
             except Exception as error:  # whatever the model's own template raises
                 raise SelfJudgeError(f"the chat template does not take these messages: {first_line(error)}") from None
-        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._tokenize(texts, add_special_tokens=False)
+
+    def _tokenize(self, texts: Sequence[str], **options: bool) -> list[list[int]]:
+        try:
+            return list(self.tokenizer(texts, **options)["input_ids"])
+        except TypeError:  # the library says that it is no text
+            raise SelfJudgeError("the prompt holds half a character, which text in UTF-8 does not") from None
 
 
 def _is_message(message: object) -> bool:

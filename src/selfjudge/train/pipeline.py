@@ -36,8 +36,8 @@ TOLERANCE = 1e-9  # twice what a step can still gain
 
 
 def train_judge(
-    folders: Sequence[Path],
-    out: Path,
+    folders: Sequence[Path | str] | Path | str,
+    out: Path | str,
     config: TrainConfig | None = None,
     *,
     device: str | None = None,
@@ -46,10 +46,11 @@ def train_judge(
     """Train a judge on finished label folders of one target and write its folder; returns its `config.json`."""
     config = config or TrainConfig()
     config.check()
-    config = config.resolve()
+    config, out = config.resolve(), Path(out)
+    paths = [Path(folder) for folder in ([folders] if isinstance(folders, Path | str) else folders)]
     refuse_foreign(out, LEFT_BY_A_KILL)
     begun = time.monotonic()
-    rows = load_rows(folders, config, notify)  # nothing is written where there is nothing to learn
+    rows = load_rows(paths, config, notify)  # nothing is written where there is nothing to learn
     lock, on = out / ".lock", torch.device(device) if device else None
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def train_judge(
             judge, evidence = measure_on_holdout(rows, fitted, config, on)
             run = provenance(
                 settings=asdict(config),
-                labels=[str(folder) for folder in folders],
+                labels=[str(folder) for folder in paths],
                 seconds=round(time.monotonic() - begun, 1),
                 rows={name: int(rows.of(name).sum()) for name in PARTS},
                 sources=evidence.sources,
