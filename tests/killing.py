@@ -52,6 +52,7 @@ def _prepare() -> None:
     import matplotlib.pyplot  # noqa: F401
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
+    from markupsafe import Markup
 
     import fake_model
     from conftest import tiny_model
@@ -61,6 +62,7 @@ def _prepare() -> None:
     from selfjudge.evaluate import compare, pipeline as _evaluate  # noqa: F401
     from selfjudge.label import pipeline as label
     from selfjudge.models import pull
+    from selfjudge.report import certificate
     from selfjudge.store import provenance
     from selfjudge.train import holdout, pipeline as _train  # noqa: F401
     from selfjudge.tune import pipeline as _tune  # noqa: F401
@@ -74,6 +76,7 @@ def _prepare() -> None:
     time.strftime = _on_one_day
     label.SHARD, data.CHUNK, train.CHECKPOINT_SECONDS, compare.RESAMPLES = 8, 8, 0.0, 20
     holdout.draw = lambda file, *_: file.write_bytes(b"figure")
+    certificate.draw = lambda chart: Markup("<svg></svg>")
     fake_model.install()
     pull._download_wheel = _copied
     gc.freeze()  # collections in forks need not touch what all share

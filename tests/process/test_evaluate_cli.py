@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 import typer
+from markupsafe import Markup
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -129,9 +130,10 @@ def test_names_stand_between_commas_or_are_given_one_by_one() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rough intervals and no figures of judges: what a whole reproduction spends most of its time on."""
+    """Rough intervals, no figures of judges and no charts: what a whole reproduction spends most of its time on."""
     monkeypatch.setattr("selfjudge.evaluate.compare.RESAMPLES", 50)
     monkeypatch.setattr("selfjudge.train.holdout.draw", lambda file, *_: file.write_bytes(b"figure"))
+    monkeypatch.setattr("selfjudge.report.page.draw", lambda chart: Markup("<svg></svg>"))
 
 
 @pytest.mark.usefixtures("short")

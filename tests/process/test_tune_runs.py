@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from markupsafe import Markup
 
 from fake_certificate import RESOLVED, certificate, example, page_text, recipe_folder, tamper
 from remember import remember_answers
@@ -37,9 +38,10 @@ from selfjudge.tune.trials import Tuning
 
 @pytest.fixture(scope="module", autouse=True)
 def answered_once() -> Iterator[None]:
-    """Most runs here ask the same questions."""
+    """Most runs here ask the same questions; what certificates look like is tried elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         remember_answers(patch)
+        patch.setattr("selfjudge.report.certificate.draw", lambda chart: Markup("<svg></svg>"))
         yield
 
 

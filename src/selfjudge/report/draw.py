@@ -57,8 +57,7 @@ def make_figure(chart: Chart) -> Figure:
     axes.set(xlabel=_shorten(chart.x), ylabel=_shorten(chart.y))
     if len(lines) > 1:
         names = [_shorten(series.name) for series in chart.series]
-        columns = max(1, LETTERS // (max(map(len, names)) + 6))
-        figure.legend(lines, names, loc="outside lower center", ncols=columns)
+        figure.legend(lines, names, loc="outside lower center", ncols=max(1, LETTERS // (max(map(len, names)) + 6)))
     return figure
 
 

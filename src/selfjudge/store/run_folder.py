@@ -27,8 +27,9 @@ SHORTEST = 0.5  # seconds below which neither the system's counts nor differing 
 Usage = tuple[float, float, float]  # seconds: clock, work on our processors, this process and its children
 
 
-def versions(*more: str) -> dict[str, str]:
-    """Versions of the packages that decide a result, and of `more`, where they are installed."""
+@cache
+def versions(*more: str) -> Mapping[str, str]:
+    """Versions of the packages that decide a result, and of `more`, where they are installed; read once."""
     known = {"python": platform.python_version()}
     for name in ("selfjudge", "torch", "transformers", "safetensors", *more):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -52,7 +53,7 @@ def measured_on(*packages: str) -> dict[str, Any]:
     """The head of every file of figures: machine, versions (of these packages as well), date and commit."""
     commit = _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or None
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    return {"machine": machine(), "versions": versions(*packages), "date": date, "commit": commit}
+    return {"machine": machine(), "versions": {**versions(*packages)}, "date": date, "commit": commit}
 
 
 def describe_machine(header: Mapping[str, Any]) -> str:
