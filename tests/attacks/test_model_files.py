@@ -71,7 +71,7 @@ def check_goes_on(server: Server, files: list[Path], change: Callable[[Path], No
     assert all(answers)
     assert server.process.poll() is None
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(60) >= 0, server.log
+    assert server.process.wait(300) >= 0, server.log
 
 
 @pytest.mark.parametrize("change", [cut, pytest.param(overwrite, marks=pytest.mark.slow)])

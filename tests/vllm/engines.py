@@ -149,7 +149,7 @@ def served(words: Sequence[str], folder: Path, *, fresh: bool = False, **variabl
 
 def fetched(url: str) -> str | None:
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=120) as reply:
             return str(reply.read().decode())
     except OSError:
         return None
