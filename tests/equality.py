@@ -45,15 +45,17 @@ def assert_greedy(pair: Pair, prompt: Sequence[int], answer: Sequence[int], coun
 _answers: dict[tuple[object, ...], list[int]] = {}
 
 
+@torch.inference_mode()
 def greedy(model: hf.PreTrainedModel, prompt: list[int], count: int, eos: list[int] | None = None) -> list[int]:
-    """What transformers generates; asked once for the same weights, whatever engine it is compared with."""
+    """What transformers' model says token by token, in half of the time of its `generate`; asked once for the same
+    weights, whatever engine it is compared with."""
     weights = hash(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
     key = (str(model.config), weights, tuple(prompt), count, tuple(eos or ()))
     if key not in _answers:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=eos or [-1],
-            pad_token_id=0,
-        )  # fmt: skip
-        _answers[key] = out[0, len(prompt) :].tolist()
+        tokens, new, cache = list[int](), prompt, None
+        while len(tokens) < count and not (tokens and tokens[-1] in (eos or ())):
+            output = model(torch.tensor([new]), past_key_values=cache, use_cache=True)
+            cache, new = output.past_key_values, [int(output.logits[0, -1].argmax())]
+            tokens += new
+        _answers[key] = tokens
     return _answers[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Generator
 from functools import cache
@@ -55,6 +56,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         from warm import forks
 
         forks()
+    gc.freeze()  # no collection need look at all that was imported
 
 
 def _may_start_processes(item: pytest.Item) -> bool:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaModel
+from transformers import AutoConfig, LlamaConfig, LlamaModel
+
+from selfjudge.models import load
+from selfjudge.models.checkpoint import StoredTensor
+from warm import forks
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 SCRIPT = """
 import ctypes
@@ -56,27 +65,27 @@ def test_waiting_threads_sleep_soon_unless_the_user_says_how_they_wait(given: di
     assert done.stdout.strip() in (("4000", "100000") if waits else (given.get("GOMP_SPINCOUNT", ""),))
 
 
-MEASURE = """
-import re, sys, torch
-from pathlib import Path
-from transformers import AutoConfig
-from selfjudge.models import load
-from selfjudge.models.checkpoint import StoredTensor
+def measure_load(source: Path, answer: Connection) -> None:
+    """In a process of its own: send by how many MiB its memory grows at most while it loads a checkpoint."""
+    # blocks that were freed go back at once, and no thread of transformers reads ahead of one that waits for a core
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    kept = StoredTensor.to
 
-kept = StoredTensor.to
-def forget(self, **options):
-    return kept(self, **options).to("meta")  # what a device of its own memory leaves on the host
-StoredTensor.to = forget
-torch.nn.Module.to = lambda self, *args: self
-def resident(name):
-    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
-source = Path(sys.argv[1])
-config = AutoConfig.from_pretrained(source)
-Path("/proc/self/clear_refs").write_text("5")
-before = resident("VmRSS")
-load._load_model(source, config, torch.bfloat16, torch.device("cpu"), {})
-print(resident("VmHWM") - before)
-"""
+    def forget(self: StoredTensor, **options: Any) -> torch.Tensor:
+        return kept(self, **options).to("meta")  # what a device of its own memory leaves on the host
+
+    def resident(name: str) -> int:
+        (found,) = re.findall(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+        return int(found) // 1024
+
+    StoredTensor.to = forget  # type: ignore[method-assign]
+    torch.nn.Module.to = lambda self, *args: self  # type: ignore[method-assign]
+    config = AutoConfig.from_pretrained(source)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    load._load_model(source, config, torch.bfloat16, torch.device("cpu"), {})
+    answer.send(resident("VmHWM") - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a part of a run is Linux's")
@@ -94,9 +103,9 @@ def test_host_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     save_file(zeros, tmp_path / "model.safetensors", {"format": "pt"})
     size = (tmp_path / "model.safetensors").stat().st_size >> 20
     assert size > 250
-    # blocks that were freed go back at once, and no thread of transformers reads ahead of one that waits for a core
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
-    )
-    assert int(ran.stdout.split()[-1]) < size // 3, ran.stdout
+    answers, answer = forks().Pipe(duplex=False)
+    process = forks().Process(target=measure_load, args=(tmp_path, answer))
+    process.start()
+    answer.close()
+    assert 0 < answers.recv() < size // 3
+    process.join()
