@@ -102,8 +102,8 @@ def test_greedy_answers_are_those_of_generate(server: Server, pair: Pair, judge:
 
 
 def test_lossless_and_relaxed_requests_side_by_side(server: Server, pair: Pair, judge: Judge) -> None:
-    """Three of every choice of rule at once, more choices than batches and more requests than places."""
-    requests = [(words(i, 2 + i % 9), HOW[i % len(HOW)]) for i in range(3 * len(HOW))]
+    """Two of every choice of rule at once, more choices than batches and more requests than places."""
+    requests = [(words(i, 2 + i % 9), HOW[i % len(HOW)]) for i in range(2 * len(HOW))]
 
     async def all_at_once() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
@@ -221,7 +221,7 @@ def test_thirty_two_streams_and_some_clients_that_go(server: Server, pair: Pair,
         how = HOW[i % 3]
         stream = await client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": words(i, 3 + i % 5)}], stream=True,
-            max_tokens=1900 if i % 4 == 0 else 60, extra_body={"selfjudge": how},
+            max_tokens=1900 if i % 4 == 0 else 40, extra_body={"selfjudge": how},
         )  # fmt: skip
         text, chunks = "", 0
         async for chunk in stream:
@@ -238,7 +238,7 @@ def test_thirty_two_streams_and_some_clients_that_go(server: Server, pair: Pair,
 
     for i, text in enumerate(asyncio.run(all_at_once())):
         if i % 4:
-            assert text == expected(pair, judge, words(i, 3 + i % 5), HOW[i % 3], max_new_tokens=60).text
+            assert text == expected(pair, judge, words(i, 3 + i % 5), HOW[i % 3], max_new_tokens=40).text
     server.wait_until_idle()
     assert server.metric("generations_total", finish="cancelled") - before == 8  # their work was not done
     assert server.metric("event_loop_tasks") < 10
@@ -484,8 +484,8 @@ def test_api_key_whole_characters_and_an_end_that_does_not_wait(byte_server: Ser
     assert server.send("GET", "/v1/models", headers=right)[0] == 200
 
     halves = 0
-    for seed in range(8):
-        body = {"prompt": f"{seed} naïve 東京 🙂", "max_tokens": 150, "temperature": 1, "seed": seed}
+    for seed in range(3):
+        body = {"prompt": f"{seed} naïve 東京 🙂", "max_tokens": 100, "temperature": 1, "seed": seed}
         text = server.send("POST", "/v1/completions", body, right)[2]["choices"][0]["text"]
         _, _, events = server.send("POST", "/v1/completions", {**body, "stream": True}, right)
         lines = [line.removeprefix("data: ") for line in events.split("\n\n") if line]
@@ -577,7 +577,7 @@ def test_no_body_makes_the_server_fail(server: Server) -> None:
 
     @given(body=almost | json_value | st.binary(max_size=30))
     @example(body=GOOD)
-    @settings(FUZZ, max_examples=80)
+    @settings(FUZZ, max_examples=50)
     def one(body: Any) -> None:
         status, _, answer = server.send("POST", "/v1/chat/completions", body)
         assert status in (200, 400), answer

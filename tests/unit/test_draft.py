@@ -91,13 +91,14 @@ def test_a_head_reads_a_prompt_in_chunks(kind: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [1, 6, 1]])
 @pytest.mark.parametrize("first", [2, 0, None])
-@pytest.mark.parametrize("kind", ["cpu", "cuda", "reference"], indirect=True)
+@pytest.mark.parametrize("kind", ["cpu", "cuda", REFERENCE], indirect=True)
 def test_a_head_of_prompts_of_one_token(
     kind: str, lengths: list[int], first: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head has no entries for them. Where γ is chosen, it reads prompts when it drafts, or when others enter."""
     plan = iter([first, 0, 0, *[2] * 60])
     monkeypatch.setattr(loop, "measure_costs", lambda *_: None)
+    monkeypatch.setattr(loop.BatchGamma, "time_choices", lambda *_: None)  # the plan needs no costs
     monkeypatch.setattr(loop.GammaController, "choose", lambda *_: next(plan))
     monkeypatch.setattr(loop.GammaController, "draft_on", lambda *_: True)
     target = tiny_model(seed=3, num_hidden_layers=4)

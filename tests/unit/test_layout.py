@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "selfjudge"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def test_a_class_name_is_defined_in_one_module() -> None:
     places = defaultdict(set)
     for file in FILES:
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        for node in parse(file).body:
             if isinstance(node, ast.ClassDef):
                 places[node.name].add(str(file.relative_to(SOURCE)))
     assert not {name: sorted(files) for name, files in places.items() if len(files) > 1}
@@ -41,7 +47,7 @@ def count_branches(function: ast.AST) -> int:
 def test_no_function_has_more_than_15_branches() -> None:
     found = {}
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(file)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and count_branches(node) > 15:
                 found[f"{file.relative_to(SOURCE)}:{node.lineno} {node.name}"] = count_branches(node)
     assert not found

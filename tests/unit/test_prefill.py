@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -20,6 +21,7 @@ from selfjudge.decoding.prefill import Prefill
 from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate
+from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.draft import BatchEngines, EagleDraft, ModelDraft
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.load import as_draft
@@ -134,10 +136,19 @@ def test_who_leaves_between_chunks_frees_the_place_at_once(kind: str) -> None:
     assert not trial.cancelled
 
 
+def short_request(seed: int) -> Request:
+    return Request(prompt_of(2, seed), 24)
+
+
+@cache
+def short_answer(seed: int) -> list[int]:
+    return tokens_of(alone("cuda", short_request(seed), Exact(), 0), 0)
+
+
 def enter_beside(live: int, arrivals: Sequence[int]) -> list[int]:
     """After which cycle each request entered that arrived after a cycle, beside so many live rows; tokens are checked."""
-    queue, limit, cycle, entered = AdmissionQueue(99, 90), 24, 0, {}
-    requests = [Request(prompt_of(2, seed), limit) for seed in range(live + len(arrivals))]
+    queue, cycle, entered = AdmissionQueue(99, 90), 0, {}
+    requests = [short_request(seed) for seed in range(live + len(arrivals))]
     queue.waiting.extend(requests[1:live])
     left, steps = list(zip(arrivals, requests[live:], strict=True)), []
     for step in decode(engines("cuda", 256), requests[:1], Exact(), gamma=0, queue=queue):
@@ -146,14 +157,15 @@ def enter_beside(live: int, arrivals: Sequence[int]) -> list[int]:
         entered |= {e.row: cycle for e in step.emissions if not step.cycle}
         while left and left[0][0] == cycle:
             queue.put(left.pop(0)[1])
-    for row, request in enumerate(requests):
-        assert tokens_of(steps, row) == tokens_of(alone("cuda", request, Exact(), 0), 0)
+    for row in range(len(requests)):
+        assert tokens_of(steps, row) == short_answer(row)
     return [entered[row] for row in range(live, len(requests))]
 
 
-def test_prompts_wait_a_few_cycles_for_others_beside_many_rows() -> None:
+def test_prompts_wait_a_few_cycles_for_others_beside_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for 16 live rows ends the waiting, or the fourth cycle; who comes after a pause does not wait. Three are read
     as two and one."""
+    monkeypatch.setattr(cuda, "SLOTS", 32)  # as many as they need
     arrivals = [6, 7, 8, 9, 10, 11, 12, 13, 14]
     assert enter_beside(48, arrivals) == [7, 10, 10, 11, 13, 13, 14, 17, 17]
     assert enter_beside(64, [6, 7, 12, 13]) == [7, 11, 15, 15]

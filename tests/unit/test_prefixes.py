@@ -275,11 +275,11 @@ def test_neighbours_with_and_without_a_prefix_get_the_answers_of_a_cold_read(pai
     base = tokens_of(41, 5)
     prompts = [base[:n] + tokens_of(m, n) for n, m in ((41, 0), (0, 3), (20, 9), (19, 1), (12, 0), (33, 2))]
     warm = batch_of(pair, engine=engine, gamma=3, rows=4)
-    first = [answer.tokens for answer in run(warm, *prompts, tokens=20)]
-    again = run(warm, *prompts, tokens=20)
+    first = [answer.tokens for answer in run(warm, *prompts, tokens=12)]
+    again = run(warm, *prompts, tokens=12)
     assert [answer.tokens for answer in again] == first
     assert [answer.cached > 0 for answer in again] == [len(prompt) >= SIZE for prompt in prompts]
-    assert first == [cold(pair, prompt, 20, engine=engine, gamma=3) for prompt in prompts]
+    assert first == [cold(pair, prompt, 12, engine=engine, gamma=3) for prompt in prompts]
 
 
 @pytest.mark.parametrize("postponed", [False, True])
