@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -98,14 +100,14 @@ def demo(
     large.check()
     result: dict[str, Any] = {"rows": []}
     alone = config.small or large.name == SMALL
-    if not as_json:
-        names = [SMALL] if alone else [large.name, SMALL]
-        models = [describe_size(name) if name in EMBEDDED else name for name in names]
-        print_text("demo-takes", models=models, alone=alone, quick=config.quick)
+    names = [SMALL] if alone else [large.name, SMALL]
+    models = [describe_size(name) if name in EMBEDDED else name for name in names]
     try:
-        if not alone:
-            _show_gain(replace(large, pair=large.name), config, result, quiet=as_json)
-        _show_line(config, result, quiet=as_json)
+        with redirect_stdout(io.StringIO()) if as_json else nullcontext():
+            print_text("demo-takes", models=models, alone=alone, quick=config.quick)
+            if not alone:
+                _show_gain(replace(large, pair=large.name), config, result)
+            _show_line(config, result)
     except KeyboardInterrupt:
         warn("interrupted; this is what was done until then")
         _finish(result, out, as_json)
@@ -113,13 +115,13 @@ def demo(
     _finish(result, out, as_json)
 
 
-def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], quiet: bool) -> None:
+def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any]) -> None:
     """Answer one question plainly, under `exact` and relaxed, by turns."""
     pair = models.load()
 
     from selfjudge.bench.demo import answer_question
 
-    with Progress(patient=True, quiet=quiet) as progress:
+    with Progress(patient=True) as progress:
         gain = answer_question(pair, config, progress)
         result["gain"] = gain.result
         progress.print(f"\nWhat speculation gains: {pair.name}, {pair.dtype}, one question by turns\n")
@@ -132,8 +134,6 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
                 quick = "" if config.quick else ", and --quick takes less than half as long"
                 more = f"up to {left / 60:.0f} min more for this question"
                 progress.print(f"this is slow here: {more}. Ctrl-C keeps what is done{quick}")
-    if quiet:
-        return
     table, rows = gain_table(gain.result), gain.result["rows"]
     typer.echo(f"\n{rows[0]['example'].strip()}\n")
     print_rows([{column.head: column.text(row) for column in table.columns} for row in table.rows])
@@ -145,7 +145,7 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
         typer.echo(mark_substitutions(rows[-1]["tokens"]).strip())
 
 
-def _show_line(config: DemoConfig, result: dict[str, Any], quiet: bool) -> None:
+def _show_line(config: DemoConfig, result: dict[str, Any]) -> None:
     """Labels, a judge and rules side by side on the small pair."""
     models = PairOptions(pair=SMALL)
     pair = models.load()
@@ -154,7 +154,7 @@ def _show_line(config: DemoConfig, result: dict[str, Any], quiet: bool) -> None:
     from selfjudge.bench.demo import OWN, QUALITY, SHIPPED, compare_judges, make_judge
 
     judges: dict[str, selfjudge.Judge] = {}
-    with Progress(patient=True, quiet=quiet) as progress, tempfile.TemporaryDirectory() as folder:
+    with Progress(patient=True) as progress, tempfile.TemporaryDirectory() as folder:
         say = progress.print
         say(f"\nHow a judge is made and compared. {pair.name} is so small that there is little to gain with it.")
         if config.labels:

@@ -79,10 +79,10 @@ class Progress:
     """Says on stderr what is going on: one changing line with a bar on a terminal, otherwise lines. Without a terminal,
     a stage is said when it begins, and again every QUIET seconds while it lasts. With `patient` nothing is said before
     QUIET seconds have passed: work that is soon done, or fails at once, leaves no line. `resume` says after Ctrl-C how
-    the work is continued. With `quiet` results are not printed."""
+    the work is continued."""
 
-    def __init__(self, patient: bool = False, resume: str = "", quiet: bool = False) -> None:
-        self._patient, self._resume, self._quiet = patient, resume, quiet
+    def __init__(self, patient: bool = False, resume: str = "") -> None:
+        self._patient, self._resume = patient, resume
         self._out = sys.stderr  # a model load may redirect stderr
         self._stage, self._seen = "", {""}
         self._share: float | None = None
@@ -122,8 +122,7 @@ class Progress:
     def print(self, text: str) -> None:
         """Print a line of the result on stdout, at once also into a pipe."""
         self.hide()
-        if not self._quiet:
-            print(text, flush=True)
+        print(text, flush=True)
         with self._lock:
             self._said = time.monotonic()
 

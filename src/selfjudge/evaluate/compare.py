@@ -30,7 +30,8 @@ def compare_with_exact(folder: Path, exact: Path, examples: TaskExamples) -> dic
     """The summary of the run in `folder`, compared with that run of `exact`. It is returned as it is if the two were
     compared before, or if its rows are gone."""
     summary = read_json(folder / "summary.json", FinishedSummary)
-    fingerprint = _fingerprint(exact)
+    kept = "".join(f"{row['id']}:{row['answer']}:{row['tokens']}\n" for row in read_samples(exact))  # not their texts
+    fingerprint = f"{exact.name}:{hashlib.sha256(kept.encode('utf-8', 'replace')).hexdigest()}"
     if summary["compared_with"] == fingerprint or not (folder / SAMPLES).is_file():
         return summary
     samples = list(read_samples(folder))
@@ -49,12 +50,6 @@ def compare_with_exact(folder: Path, exact: Path, examples: TaskExamples) -> dic
 
 def read_samples(folder: Path) -> Iterator[Row]:
     return read_rows(folder / SAMPLES, ScoredSample)
-
-
-def _fingerprint(exact: Path) -> str:
-    """The name and digest of a run of `exact`; leaving texts out of its rows does not change it."""
-    kept = "".join(f"{row['id']}:{row['answer']}:{row['tokens']}\n" for row in read_samples(exact))
-    return f"{exact.name}:{hashlib.sha256(kept.encode('utf-8', 'replace')).hexdigest()}"
 
 
 def _compare_answers(examples: TaskExamples, samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:

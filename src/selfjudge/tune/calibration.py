@@ -79,20 +79,20 @@ class CalibrationPrompt:
 def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[list[CalibrationPrompt]]:
     """The prompts of all tasks by group, in the order that their texts and `salt` give. A repeated one counts once."""
     tasks = load_examples(config.evaluation)
-    found: dict[str, CalibrationPrompt] = {}
-    names: list[tuple[str, Hashable | None]] = []
+    places: dict[str, int] = {}  # the index of each text
+    prompts: list[CalibrationPrompt] = []
+    names: list[tuple[int, Hashable | None]] = []
     for examples in tasks:
         for row in examples.rows:
             name = row["id"] if len(tasks) == 1 else f"{examples.label}:{row['id']}"
             prompt = CalibrationPrompt(name, examples, row)
-            found.setdefault(prompt.text, prompt)
-            names.append((prompt.text, prompt.group))
-    if len(names) > len(found):
-        warn(f"{len(names) - len(found)} of {len(names)} prompts are repeated: each counts once")
-    texts, prompts = list(found), list(found.values())
+            names.append((places.setdefault(prompt.text, len(prompts)), prompt.group))
+            if len(places) > len(prompts):
+                prompts.append(prompt)
+    if len(names) > len(prompts):
+        warn(f"{len(names) - len(prompts)} of {len(names)} prompts are repeated: each counts once")
     groups = Groups(len(prompts))
-    places = {text: index for index, text in enumerate(texts)}
-    groups.join_named((places[text], name) for text, name in names)
+    groups.join_named(names)
     named, bodies = len(groups), _leave_out_systems([prompt.prompt for prompt in prompts])
     for examples in tasks:
         groups.join_similar({i: bodies[i] for i, p in enumerate(prompts) if p.examples is examples}, config.similar)
@@ -102,7 +102,7 @@ def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[lis
         merged = f"{named - len(groups)} of {len(prompts)} prompts are near-duplicates of others"
         how = f"`similar`: {config.similar:.0%} or more of their {SHINGLE}-word pieces in common"
         warn(f"{merged} ({how}): {len(groups)} groups are left, each counts once")
-    return [[prompts[i] for i in group] for group in groups.order(texts, salt)]
+    return [[prompts[i] for i in group] for group in groups.order(list(places), salt)]
 
 
 def _leave_out_systems(prompts: Sequence[Prompt]) -> list[str]:
