@@ -25,9 +25,8 @@ from selfjudge.evaluate import EvalConfig
 from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap
 from selfjudge.evaluate.config import RuleRun, TaskExamples, make_label, plan_runs
 from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
-from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer, trace_again
+from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer, make_example_row, trace_again
 from selfjudge.evaluate.pipeline import _warn_learnt, evaluate_rules
-from selfjudge.evaluate.viewer import make_example_row
 from selfjudge.judge.config import JudgeConfig, prompt_key, write_training_prompts
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair

@@ -13,7 +13,7 @@ from conftest import VOCAB
 from fake_judge import constant_judge
 from selfjudge.decoding.rules import Judged
 from selfjudge.decoding.text import generate
-from selfjudge.evaluate.viewer import count_substitutions
+from selfjudge.evaluate.execute import count_substitutions
 from selfjudge.models.pair import Pair
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

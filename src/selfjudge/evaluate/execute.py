@@ -1,8 +1,9 @@
-"""Who answers prompts under a rule; and one run on one task: its parts, samples, examples and summary."""
+"""Who answers prompts under a rule; one run on one task: its parts, samples and summary; answers token by token."""
 
 import shutil
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,12 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import SAMPLES, bootstrap_interval
 from selfjudge.evaluate.config import EvalConfig, RuleRun, TaskExamples
 from selfjudge.evaluate.consistency import Entails, measure_consistency
-from selfjudge.evaluate.viewer import count_substitutions, make_example_row
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_json, write_rows
 from selfjudge.store.run_folder import LoadWatch, describe_load
 from selfjudge.store.schema import FinishedSummary, PartSample, PartSeal
 from selfjudge.tasks import Row, Task
+from selfjudge.tasks.base import join_messages
 from selfjudge.types import PHASES, Generation
 
 NOT_COMPARED: Mapping[str, Any] = {
@@ -34,6 +35,7 @@ NOT_COMPARED: Mapping[str, Any] = {
 """The fields that a comparison with `exact` fills in."""
 PART_ONLY = ("token_ids", "origins")  # keys that rows lose when the parts are joined
 TRACED = 32  # answers of a run that are decoded once more to be traced, at most a batch: what is timed is not traced
+KEPT_SUBSTITUTIONS = 50
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 Answers = tuple[list[Generation], dict[str, float]]  # in the order of prompts; seconds by phase, and their `total`
 
@@ -242,6 +244,36 @@ def restore_answer(sample: Row) -> Generation:
     """The answer that a row of a part was made from, without what a trace adds."""
     origins: Any = tuple(_ORIGINS[letter] for letter in sample["origins"])
     return Generation(tuple(sample["token_ids"]), origins, sample["text"], sample["cycles"], sample["finish"], 0)
+
+
+def count_substitutions(answers: Sequence[Generation]) -> list[tuple[str, str, int]]:
+    """(the target's choice, what was accepted, how often) in traced answers, the most frequent first."""
+    pairs = Counter((token.target_text, token.text) for answer in answers for token in answer.judged_tokens)
+    return [(choice, taken, n) for (choice, taken), n in pairs.most_common(KEPT_SUBSTITUTIONS)]
+
+
+def make_example_row(pair: Pair, prompt: Prompt, answer: Generation) -> Row:
+    """Prompt, text and tokens of an answer."""
+    return {"prompt": join_messages(prompt), "text": answer.text, "tokens": make_token_rows(pair, answer)}
+
+
+def make_token_rows(pair: Pair, answer: Generation) -> list[Row]:
+    """Each token's text, origin and cycle; traced judged tokens add the choice, both probabilities and the score."""
+    traced = {token.index: token for token in answer.judged_tokens}
+    rows: list[Row] = []
+    cycle = 0
+    for k, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True)):
+        row: Row = {"text": str(pair.tokenizer.decode([token], skip_special_tokens=True)), "origin": origin}
+        if (seen := traced.get(k)) is not None:
+            row |= {
+                "choice": seen.target_text,
+                "p": round(seen.probability, 4),
+                "p_choice": round(seen.target_probability, 4),
+                "judge": None if seen.score is None else round(seen.score, 4),
+            }
+        rows.append({**row, "cycle": cycle})
+        cycle += origin == "target"
+    return rows
 
 
 def choose_measure(scores: Mapping[str, float]) -> str | None:

@@ -23,8 +23,7 @@ import numpy as np
 from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.decoding.text import row_seed
 from selfjudge.evaluate.compare import bootstrap_interval
-from selfjudge.evaluate.execute import Answerer, TorchAnswerer, restore_answer, trace_again
-from selfjudge.evaluate.viewer import make_example_row
+from selfjudge.evaluate.execute import Answerer, TorchAnswerer, make_example_row, restore_answer, trace_again
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import hash_tokenizer
