@@ -166,6 +166,7 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(case: Case
     case.check(ended, files)
 
 
+@pytest.mark.parametrize("case", QUICK, indirect=True)
 def test_two_processes_on_one_folder(case: Case, tmp_path: Path) -> None:
     """The second is refused; of a pull, which all commands share, it waits and finds the work done."""
     first = case.command(tmp_path, stop_at=case.writes // 2)

@@ -84,13 +84,13 @@ WEIGHTS = [(1.5, 0.0, 1.0), (0.0, 0.8, 1.0), (0.0, 0.0, 1.3), (-0.5, 0.4, 1.1), 
 def test_greedy_answers_under_penalties(kind: str, draft: str) -> None:
     """One row for each choice of penalties beside one without, in one batch."""
     prompts = prompts_of([3, 17, 9, 5, 12, 8])
-    requests = [Request(p, 24, edits=(Penalties(*w, p),)) for p, w in zip(prompts, WEIGHTS, strict=False)]
-    found = answers(engines_of(kind, draft), [*requests, Request(prompts[5], 24)], Exact())
+    requests = [Request(p, 16, edits=(Penalties(*w, p),)) for p, w in zip(prompts, WEIGHTS, strict=False)]
+    found = answers(engines_of(kind, draft), [*requests, Request(prompts[5], 16)], Exact())
     wanted = [
-        greedy_with(p, 24, lambda x, q, a, w=w: penalise(x, q, a, *w)) for p, w in zip(prompts, WEIGHTS, strict=False)
+        greedy_with(p, 16, lambda x, q, a, w=w: penalise(x, q, a, *w)) for p, w in zip(prompts, WEIGHTS, strict=False)
     ]
-    assert found == [*wanted, greedy(TARGET, prompts[5], 24)]
-    assert sum(answer != greedy(TARGET, p, 24) for answer, p in zip(wanted, prompts, strict=False)) >= 3
+    assert found == [*wanted, greedy(TARGET, prompts[5], 16)]
+    assert sum(answer != greedy(TARGET, p, 16) for answer, p in zip(wanted, prompts, strict=False)) >= 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -213,10 +213,10 @@ def test_who_asks_for_what_is_not_possible_harms_nobody(
 ) -> None:
     async def test() -> None:
         async with AsyncBatch(tiny_pair, gamma=2, length=80) as batch:
-            other = asyncio.create_task(batch.generate(PROMPTS[1], max_new_tokens=40))
+            other = asyncio.create_task(batch.generate(PROMPTS[1], max_new_tokens=16))
             with pytest.raises(SelfJudgeError, match=said):
                 await batch.generate(prompt, rule, **options)
-            assert (await other).tokens == generate(tiny_pair, PROMPTS[1], gamma=2, max_new_tokens=40).tokens
+            assert (await other).tokens == generate(tiny_pair, PROMPTS[1], gamma=2, max_new_tokens=16).tokens
 
     run(test)
 

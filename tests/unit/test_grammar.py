@@ -75,7 +75,7 @@ def test_exact_under_a_grammar_is_plain_decoding_under_it(
     target = speller.target
     model = {"same": target, "small": tiny_model(seed=2), "head": tiny_head(target)}[draft]
     prompts = [speller.encode(text, raw=True) for text in PROMPTS]
-    for gamma in (0, 1, 5):
+    for gamma in (0, 5):
         engine = make_engine(target, features=as_draft(model).features, kind=kind)
         engines = BatchEngines(engine, make_draft(model, target, kind=kind))
         requests = [Request(prompt, 100, edits=(grammar.begin(),)) for prompt in prompts]

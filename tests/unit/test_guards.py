@@ -176,7 +176,7 @@ def answers(rule: AcceptanceRule, kind: str, requests: list[Request], *, gamma: 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", REFERENCE])
 def test_no_token_is_substituted_where_the_text_so_far_is_structured(kind: str) -> None:
     rule = Margin(1e6, strict_start=6, strict_code=True, structure=TABLE)
-    requests = requests_of(prompts_of([3, 9, 5, 2]), [40, 20, 30, 30])
+    requests = requests_of(prompts_of([3, 9, 5, 2]), [28, 14, 20, 20])
     requests[2] = requests[2]._replace(structured=True)
     together = answers(rule, kind, requests, later=2)
     assert together == [answers(rule, kind, [request])[0] for request in requests]

@@ -121,7 +121,7 @@ def test_of_a_live_batch_as_many_rows_move_as_have_left(draft: str, rule: Any, m
     monkeypatch.setattr(CudaEngine, "select", select)
     proposer = make_draft(SMALL if draft == "model" else tiny_head(TARGET), TARGET, kind="cuda")
     engines = BatchEngines(make_engine(TARGET, kind="cuda", features=proposer.features), proposer)
-    requests = requests_of(prompts_of(range(3, 16)), [6 + 5 * (i % 4) for i in range(13)])
+    requests = requests_of(prompts_of(range(3, 13)), [5 + 4 * (i % 4) for i in range(10)])
     queue = AdmissionQueue(6, 60)
     queue.waiting.extend(requests[1:])
     tokens: dict[int, list[int]] = {}

@@ -131,7 +131,7 @@ def test_an_answer_does_not_spend_beyond_its_budget_whatever_its_company(models:
     """One request in a batch that rows enter and leave: its answer is the one that it gets alone, and its budget ends."""
     target, draft = models
     rule = RegretBudget(3.0, 9.0, 9)
-    requests = requests_of(prompts_of([5, 8, 2]), [40, 7, 22])
+    requests = requests_of(prompts_of([5, 8, 2]), [28, 7, 16])
 
     def answers(kind: str, wanted: list) -> list[tuple[list[int], int]]:
         engines = BatchEngines(make_engine(target, kind=kind), make_draft(draft, target, kind=kind))

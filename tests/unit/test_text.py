@@ -222,7 +222,7 @@ def test_a_stream_has_no_result_before_its_end(byte_pair: Pair) -> None:
 @pytest.mark.parametrize("engine", ["cpu", "cuda"])
 def test_rows_are_refilled_while_prompts_wait(tiny_pair: Pair, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of many lengths, four at a time: what each says is as before, and cycles have more rows."""
-    limits = [3, 40, 5, 8, 30, 4, 6, 25, 7, 3, 9, 35, 5, 4, 20, 6]
+    limits = [2, 22, 3, 5, 16, 3, 4, 14, 4, 2, 5, 18, 3, 3, 12, 4]
     asked = [f"w{i % 9} w{i % 7 + 1}" for i in range(len(limits))]
     decoding, requests = prepare(tiny_pair, asked, "exact", {"raw": True, "gamma": 2, "engine": engine})
     requests = [request._replace(max_new_tokens=limit) for request, limit in zip(requests, limits, strict=True)]
