@@ -54,7 +54,7 @@ class Lead(NamedTuple):
 
 def compare_at_equal_m(folders: Sequence[Path]) -> list[Table]:
     """One table a task: every rule against the untrained margins at its m."""
-    runs, tables = read_results(folders).runs, []
+    runs, tables = read_results(folders)[0], []
     for (pair, task), own in group_by_task(runs).items():
         here = [Answered(run, read_answers(run.folder)) for run in own]
         rows = [row for one in here if (row := _row(one, here)) is not None]

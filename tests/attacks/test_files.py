@@ -445,9 +445,9 @@ def use_judge(files: Path) -> None:
 
 
 def use_report(files: Path) -> None:
-    results = read_results([files / "eval"])
-    make_tables(results)
-    list(make_charts(results.runs, "trade-off"))
+    runs, _ = read_results([files / "eval"])
+    make_tables(runs)
+    list(make_charts(runs, "trade-off"))
 
 
 def use_samples(files: Path) -> None:

@@ -269,7 +269,7 @@ def at_equal_m(folder: Path, n: int = 300) -> None:
 @pytest.mark.slow
 def test_the_interval_of_a_lead_is_that_of_resampled_examples(equal_m: Any, tmp_path: Path) -> None:
     at_equal_m(tmp_path / "eval")
-    runs = read_results([tmp_path / "eval"]).runs
+    runs = read_results([tmp_path / "eval"])[0]
     by_rule = {run.rule: equal_m.Answered(run, equal_m.read_answers(run.folder)) for run in runs}
     judged, points = by_rule["judged:q0.8@j"], [by_rule["margin:0.5"], by_rule["margin:2"]]
     lead = equal_m.lead_over(judged, points, equal_m.AGREES)

@@ -26,7 +26,7 @@ from selfjudge.report.demo import demo_page, describe_gain
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import fixed, signed
 from selfjudge.report.page import report
-from selfjudge.report.records import Results, read_results, rule_order
+from selfjudge.report.records import read_results, rule_order
 from selfjudge.report.tables import make_tables
 from selfjudge.report.verdict import make_verdict
 
@@ -183,7 +183,7 @@ def test_the_most_frequent_substitutions_are_shown(whole: tuple[Path, dict[str, 
     _, found = whole
     mine = row(found, "task-gsm8k", rule="judged:F@selfjudge", gamma=10)
     assert sorted(mine["substitutions"]) == sorted(map(tuple, SWAPS))
-    (table,) = (t for t in make_tables(read_results([whole[0].parent / "eval"]))["task"] if t.id == "task-gsm8k")
+    (table,) = (t for t in make_tables(read_results([whole[0].parent / "eval"])[0])["task"] if t.id == "task-gsm8k")
     (line,) = (r for r in table.rows if (r["rule"], r["gamma"]) == ("judged:F@selfjudge", 10))
     most = sorted((n for *_, n in SWAPS), reverse=True)[:3]
     assert re.findall(r"× (\d+)", table.columns[-1].show(line)) == list(map(str, most))
@@ -202,7 +202,7 @@ def test_sections_only_where_there_is_data(tmp_path: Path, whole: tuple[Path, di
 
 
 def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]]) -> None:
-    every = list(make_charts(read_results([whole[0].parent / "eval"]).runs, "trade-off"))
+    every = list(make_charts(read_results([whole[0].parent / "eval"])[0], "trade-off"))
     by_task = {chart.task: chart for chart in every}
     series = {s.name: s for s in by_task["math500"].series}
     assert set(series) == {"exact", "topk", "fly", "judged@selfjudge", "judged@autojudge"}
@@ -213,7 +213,7 @@ def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]])
     assert by_task["math500"].level == series["exact"].points[0].y == 0
     assert by_task["math500"].title.startswith("MATH-500, γ = 10: judged:F@autojudge: ")  # then what it gains and costs
     drawn = series["fly"].points[0]
-    (fly,) = [r for r in read_results([whole[0].parent / "eval"]).runs if (r.task, r.rule) == ("math500", "fly")]
+    (fly,) = [r for r in read_results([whole[0].parent / "eval"])[0] if (r.task, r.rule) == ("math500", "fly")]
     assert (drawn.x, drawn.y) == pytest.approx((100 * (fly.m_ratio - 1), 100 * fly.delta_score))
     assert drawn.interval == pytest.approx([100 * end for end in fly.delta_ci])
     looks = {(s.name, s.style) for chart in every for s in chart.series}
@@ -223,10 +223,10 @@ def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]])
 
 def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
     """One rule of each kind over the paper's tasks, with the means of the table of averages, in three sentences."""
-    runs = read_results([whole[0].parent / "eval"]).runs
+    runs = read_results([whole[0].parent / "eval"])[0]
     found = make_verdict(runs)
     assert [series.name for series in found.chart.series] == ["exact", "judged:R@selfjudge", "fly", "topk:2"]
-    (averages,) = make_tables(read_results([whole[0].parent / "eval"]))["averages"]
+    (averages,) = make_tables(read_results([whole[0].parent / "eval"])[0])["averages"]
     same = {row["rule"]: row for row in averages.rows if row["gammas"] == "10"}
     for series in found.chart.series[1:]:
         (point,), row = series.points, same[series.name]
@@ -253,7 +253,7 @@ def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
 
 def test_few_prompts_are_said_to_be_few(small: Path) -> None:
     """With six prompts an interval of [0, 0] is no finding."""
-    runs = read_results([small]).runs
+    runs = read_results([small])[0]
     found = make_verdict(runs)
     assert found.warning.startswith(
         "Only 6 prompts are scored: up to 39 points may be lost even where no answer changed."
@@ -265,7 +265,7 @@ def test_few_prompts_are_said_to_be_few(small: Path) -> None:
     found = make_verdict(runs)
     assert "the score: too few prompts to tell (+0.0 points)" in found.sentences[0]
     assert found.chart.title == "judged:F@j: +25.0 % m, too few prompts to tell"
-    shown = make_tables(Results(tuple(runs), ()))["task"][0].markdown()
+    shown = make_tables(runs)["task"][0].markdown()
     assert "[+0.0, +0.0]" not in shown
     assert "[0.0 %" not in shown
     assert all(
@@ -275,12 +275,12 @@ def test_few_prompts_are_said_to_be_few(small: Path) -> None:
     assert "the score: no change shown (+0.0 [+0.0, +0.0] points)" in many.sentences[0]
     assert many.sentences[-1] == "No loss is shown for judged:F@j; that is not a proof that nothing is lost."
     assert many.chart.title == "judged:F@j: +25.0 % m, no change shown"
-    partly = make_tables(Results(tuple(r.change(n_scored=r.n - 1) for r in runs), ()))["task"][0].markdown()
+    partly = make_tables([r.change(n_scored=r.n - 1) for r in runs])["task"][0].markdown()
     assert f"{runs[0].n} {runs[0].n - 1} scored" in partly
 
 
 def test_what_loses_much_is_in_view(whole: tuple[Path, dict[str, Any]]) -> None:
-    runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
+    runs = [r for r in read_results([whole[0].parent / "eval"])[0] if r.task == "math500"]
     topk = next(r for r in runs if r.kind == "topk")
     below = topk.change(rule="topk:9", m_ratio=9.0, delta_score=-0.6, delta_ci=None)
     charts = next(iter(make_charts(runs, "trade-off"))), next(iter(make_charts([*runs, below], "trade-off")))
@@ -578,7 +578,7 @@ def test_an_evaluation_of_one_run(tmp_path: Path) -> None:
 
 def test_the_made_up_tree_is_consistent(tmp_path: Path) -> None:
     folder = write_eval(tmp_path, tasks=("gsm8k",), n=10)
-    run = next(r for r in read_results([folder]).runs if r.rule == "topk:2" and r.gamma == 5)
+    run = next(r for r in read_results([folder])[0] if r.rule == "topk:2" and r.gamma == 5)
     rows = [json.loads(line) for line in gzip.decompress((run.folder / "samples.jsonl.gz").read_bytes()).splitlines()]
     pooled = sum(row["tokens"] - 1 for row in rows) / sum(row["cycles"] for row in rows)
     assert run.m == pytest.approx(pooled)
@@ -624,14 +624,14 @@ def test_prices_are_a_curve_of_their_own(tmp_path: Path) -> None:
     }
     for rule in rules:
         write_run(tmp_path, "gsm8k", rule, 10, rows, rows, lost=1234, gained=0)
-    runs = {run.rule: run for run in read_results([tmp_path]).runs}
+    runs = {run.rule: run for run in read_results([tmp_path])[0]}
     assert {rule: (runs[rule].method, runs[rule].number) for rule in rules} == rules
     assert {rule for rule in rules if not runs[rule].is_named} == {
         rule for rule, (_, number) in rules.items() if rule.startswith("judged") and number is not None
     }
     ordered = [run.rule for run in sorted(runs.values(), key=rule_order) if run.method == "margin, price"]
     assert ordered == ["margin:guard=True,price=0.08", "margin:price=0.2"]
-    (table,) = make_tables(read_results([tmp_path]))["task"]
+    (table,) = make_tables(read_results([tmp_path])[0])["task"]
     (column,) = [column for column in table.columns if column.head == "lost / gained"]
     shown = {row["rule"]: column.show(row) for row in table.rows}
     assert (shown["exact"], shown["margin:0.5"]) == ("–", "1,234 / 0")
@@ -643,7 +643,7 @@ def test_the_chart_of_same_answers(tmp_path: Path) -> None:
     write_run(tmp_path, "gsm8k", "margin:1", 10, samples([(13, 3)] * 4, [1, 0, 1, 0]), exact)
     write_run(tmp_path, "gsm8k", "margin:3", 10, samples([(13, 2)] * 4, [0, 0, 0, 0]), exact)
     write_run(tmp_path, "gsm8k", "judged:F@j", 10, samples([(11, 2)] * 4, [1, 1, 0, 1]), exact)
-    (chart,) = make_charts(read_results([tmp_path]).runs, "agreement")
+    (chart,) = make_charts(read_results([tmp_path])[0], "agreement")
     assert chart.title == "GSM8K, γ = 10: judged:F@j: +66.7 % m, 75.0 % the same"
     series = {s.name: [(p.x, p.y) for p in s.points] for s in chart.series}
     assert series == {
@@ -667,7 +667,7 @@ def test_second_variants_of_a_rule_come_after_other_rules(tmp_path: Path) -> Non
     )
     for rule in rules:
         write_run(tmp_path, "gsm8k", rule, 10, rows, rows)
-    runs = read_results([tmp_path]).runs
+    runs = read_results([tmp_path])[0]
     (chart,) = make_charts(runs, "trade-off")
     assert len(chart.series) == 5
     assert {s.name.partition("@")[0].partition(", p")[0] for s in chart.series} == {

@@ -33,21 +33,21 @@ def report(folders: Sequence[Path], out: Path) -> Content:
     beside = out.with_suffix("")
     if beside.is_dir() and any(beside.iterdir()) and not (beside / TABLES).is_file():
         raise SelfJudgeError(f"{beside} is where {TABLES} goes and holds other files: name another page with `out`")
-    results = read_results(folders)
-    tables, verdict = make_tables(results), make_verdict(results.runs)
-    by_task = {section: make_charts(results.runs, section) for section in SECTIONS}
+    runs, skipped = read_results(folders)
+    tables, verdict = make_tables(runs), make_verdict(runs)
+    by_task = {section: make_charts(runs, section) for section in SECTIONS}
     charts = number_ids({"verdict": [verdict.chart] if verdict else [], **by_task})
     drawings = {chart.id: draw(chart) for chart in chain.from_iterable(charts.values())}
-    viewer = _viewer_data(results.runs)
+    viewer = _viewer_data(runs)
     text = render(
         "report.html",
-        **_describe_runs(results.runs),
+        **_describe_runs(runs),
         shown=[*tables, *charts, *(["viewer"] if viewer else [])],
         tables=tables,
         charts=charts,
         drawings=drawings,
         verdict=verdict,
-        skipped=results.skipped,
+        skipped=skipped,
         data={"runs": viewer},
     )
     every = list(chain.from_iterable(tables.values()))
@@ -58,8 +58,8 @@ def report(folders: Sequence[Path], out: Path) -> Content:
     except OSError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}") from None
     return {
-        "runs": len(results.runs),
-        "left_out": [{"folder": place, "why": why} for place, why in results.skipped],
+        "runs": len(runs),
+        "left_out": [{"folder": place, "why": why} for place, why in skipped.items()],
         "tables": {table.id: list(table.rows) for table in every},
     }
 

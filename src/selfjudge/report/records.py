@@ -105,12 +105,6 @@ def _split_options(options: str) -> tuple[str, bool, list[str]]:
     return (swept or "").rpartition("=")[2], price is not None, others
 
 
-@dataclass(frozen=True)
-class Results:
-    runs: tuple[EvalRun, ...]
-    skipped: tuple[tuple[str, str], ...]  # (folder, reason) of everything that was found and left out
-
-
 PAPER = ("gsm8k", "math500", "mmlu", "cnn_dailymail")  # the tasks whose average the paper reports
 TITLES = {
     "gsm8k": "GSM8K", "math500": "MATH-500", "mmlu": "MMLU", "cnn_dailymail": "CNN/DailyMail",
@@ -173,8 +167,8 @@ Content = dict[str, Any]
 RUN_FOLDER = re.compile(r".+-g\d+")
 
 
-def read_results(folders: Iterable[Path]) -> Results:
-    """Every run below the folders. A folder without any is an error."""
+def read_results(folders: Iterable[Path]) -> tuple[list[EvalRun], dict[str, str]]:
+    """Every run below the folders, and why each other folder was left out. A folder without any run is an error."""
     runs: dict[tuple[Any, ...], EvalRun] = {}
     skipped: dict[str, str] = {}
     for folder in folders:
@@ -189,7 +183,7 @@ def read_results(folders: Iterable[Path]) -> Results:
             reasons = [f"{place}: {why}" for place, why in skipped.items() if Path(place).is_relative_to(folder)]
             why = f" ({'; '.join(reasons)})" if reasons else ""
             raise SelfJudgeError(f"{folder} holds no results{why}: name folders that eval wrote")
-    return Results(tuple(sorted(_tell_apart(runs.values()), key=lambda run: run.key)), tuple(skipped.items()))
+    return sorted(_tell_apart(runs.values()), key=lambda run: run.key), skipped
 
 
 def _add_run(file: Path, runs: dict[tuple[Any, ...], EvalRun], skipped: dict[str, str]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from selfjudge.report import formats, records
 from selfjudge.report.formats import fixed, percent, quote_token, show_interval, show_text
-from selfjudge.report.records import PAPER, EvalRun, Interval, Results, group_by_task, task_title
+from selfjudge.report.records import PAPER, EvalRun, Interval, group_by_task, task_title
 from selfjudge.store import markdown_table
 from selfjudge.types import GLOSSARY
 
@@ -100,9 +100,8 @@ AGREEMENT = score_column(
 )
 
 
-def make_tables(results: Results) -> dict[str, list[Table]]:
+def make_tables(runs: Sequence[EvalRun]) -> dict[str, list[Table]]:
     """Section → its tables; sections without data are left out."""
-    runs = results.runs
     sections = {
         "averages": [_averages(runs, pair) for pair in sorted({run.pair for run in runs})],
         "task": _per_task(runs),
