@@ -99,8 +99,8 @@ def check_settings(config: Any, prefix: str = "") -> None:
     for f in fields(config):
         name, given = f"{prefix}`{f.name}`", getattr(config, f.name)
         kind = f.type.__name__ if isinstance(f.type, type) else str(f.type)
-        several = isinstance(given, tuple | list)
-        if f.metadata and kind.startswith("tuple[") and not (several or given is None):
+        several = kind.startswith("tuple[") and given is not None
+        if f.metadata and several and not isinstance(given, tuple | list):
             raise SelfJudgeError(f"{name} must be a tuple, not {given!r}")
         for value in given if several else (given,):
             missing = value is None and f.default is not None
@@ -108,8 +108,9 @@ def check_settings(config: Any, prefix: str = "") -> None:
                 _check_value(name, value, kind, f)
 
 
-KINDS: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str}  # types of fields, by their names
-WORDS = {Integral: "a whole number", Real: "a number", bool: "True or False", str: "text"}
+KINDS: dict[str, Any] = {"int": Integral, "float": Real, "float | str": (Real, str), "bool": bool, "str": str}
+"""Types of fields, by their names."""
+WORDS = {Integral: "a whole number", bool: "True or False", str: "text"}
 
 
 def _check_value(name: str, value: Any, listed: str, f: Field[Any]) -> None:
@@ -117,7 +118,9 @@ def _check_value(name: str, value: Any, listed: str, f: Field[Any]) -> None:
     listed = listed.removesuffix(" | None").removeprefix("tuple[").removesuffix(", ...]")
     kind = KINDS.get("int" if word else listed, object)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-        raise SelfJudgeError(f"{name} must be {WORDS[kind]}{f' or {word}' if word else ''}, not {value!r}")
+        raise SelfJudgeError(
+            f"{name} must be {WORDS.get(kind, 'a number')}{f' or {word}' if word else ''}, not {value!r}"
+        )
     if choices and value not in choices:
         raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
     if isinstance(value, float) and not isfinite(value):

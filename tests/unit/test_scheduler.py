@@ -51,7 +51,7 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
 
     yield one
     for scheduler in begun:
-        if scheduler.alive:
+        if scheduler._thread.is_alive():
             scheduler.stop()
 
 
@@ -201,7 +201,7 @@ def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatc
     again = job(scheduler, rule=ALONE)
     scheduler.submit(again[0])
     assert last(again[1]).result is not None
-    assert scheduler.alive
+    assert scheduler._thread.is_alive()
     assert scheduler.busy == 0
 
 
@@ -298,7 +298,7 @@ def test_the_end_gives_up_what_is_left(begin: Begin) -> None:
         scheduler.submit(one)
     scheduler.start()
     scheduler.stop()
-    assert not scheduler.alive
+    assert not scheduler._thread.is_alive()
     assert last(jobs[2][1]).failure == "shutdown"
     assert all(one.over for one, _ in jobs)
     with pytest.raises(RefusedError, match="about to stop"):
@@ -476,7 +476,7 @@ def test_a_capture_that_fails_is_the_last(begin: Begin, monkeypatch: pytest.Monk
     asked, updates = job(scheduler)
     scheduler.submit(asked)
     assert last(updates).failure is None
-    assert scheduler.alive
+    assert scheduler._thread.is_alive()
 
 
 def test_captures_that_find_no_memory_do_not_end_the_server(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

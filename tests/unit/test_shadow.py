@@ -48,7 +48,7 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
 
     yield one
     for scheduler in begun:
-        if scheduler.alive:
+        if scheduler._thread.is_alive():
             scheduler.stop()
 
 
@@ -188,7 +188,7 @@ def test_second_answers_wait_for_a_calm_engine_and_never_hold_up_the_end(begin: 
     scheduler.close()
     assert scheduler._second_answer() is None  # about to stop
     scheduler.stop()
-    assert not scheduler.alive
+    assert not scheduler._thread.is_alive()
 
 
 def test_nothing_of_a_request_is_kept(

@@ -88,8 +88,6 @@ class RuleRequest:
             with suppress(ValueError):
                 object.__setattr__(self, "theta", float(self.theta))
         expect(isinstance(self.rule, str | None), "rule", "text, such as 'margin:0.5', or a rule object", self.rule)
-        number = isinstance(self.theta, str | float | int | None) and not isinstance(self.theta, bool)
-        expect(number, "theta", "a number", self.theta)
         check_settings(self)
         if self.theta is not None and self.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")

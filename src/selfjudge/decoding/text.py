@@ -134,11 +134,11 @@ def prepare(
     encode: Callable[..., list[int]] | None = None,
 ) -> tuple[Decoding, list[Request]]:
     """What decodes under these options, and the requests that they describe. `encode` is the pair's own by default."""
-    check_pair(pair)
-    encode = encode or pair.encode
     limit, raw = options.pop("max_new_tokens", 256), options.pop("raw", False)
     seed, seeds, grammar = options.pop("seed", None), options.pop("seeds", None), read_form(pair, options)
     seeded = seed is not None or seeds is not None
+    decoding = Decoding(pair, rule, seeded=seeded, constrained=bool(grammar), **options)
+    encode = encode or pair.encode
     seeds = [row_seed(seed or 0, i) for i in range(len(prompts))] if seeds is None else seeds
     fits = hasattr(seeds, "__len__") and len(seeds) == len(prompts) and all(map(is_whole, seeds))
     expect(fits, "seeds", "a list of a whole number for each prompt", seeds)
@@ -146,7 +146,7 @@ def prepare(
         Request(encode(prompt, raw=raw), limit, seeds[i], edits=(grammar.begin(),) if grammar else ())
         for i, prompt in enumerate(prompts)
     ]
-    return Decoding(pair, rule, seeded=seeded, constrained=bool(grammar), **options), requests
+    return decoding, requests
 
 
 @dataclass
@@ -288,7 +288,7 @@ class Decoding:
     ) -> None:
         """A sampled answer that is `seeded` has a fixed γ unless one is given. A grammar makes it `constrained`. With
         `shared` rules these are those of requests that name none."""
-        check_pair(pair)
+        expect(isinstance(pair, Pair), "pair", "a Pair, such as Pair.load('smollm2-135m')", pair)
         expect(isinstance(shared, RowRules | None), "shared", "what `share_rules` gives", shared)
         self.pair, self.trace = pair, trace
         self.rule = _guard(resolve_rule(pair, rule, **rule_options), pair, constrained)
@@ -453,11 +453,6 @@ def _guard(rule: AcceptanceRule, pair: Pair, constrained: bool) -> AcceptanceRul
         return rule
     make = partial(dataclasses.replace, rule, **lacking)
     return pair.target_model.keep(("guarded rule", rule, *lacking.values()), make)
-
-
-def check_pair(pair: Pair) -> None:
-    """Refuse what is not a pair, such as its name."""
-    expect(isinstance(pair, Pair), "pair", "a Pair, such as Pair.load('smollm2-135m')", pair)
 
 
 SHARED_GAMMA = MAX_AUTO_GAMMA  # the most drafts in batches with shared rules: every row has cache slots for them

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import expect
 from selfjudge.prompts.sources import Source, apply_limit, hash_files
 from selfjudge.store import read_json
 from selfjudge.types import check_settings, setting
@@ -66,8 +66,7 @@ class DistillConfig:
     def check(self) -> None:
         """Refuse what cannot work before any model is loaded."""
         check_settings(self)
-        if self.width % HEAD_DIM:
-            raise SelfJudgeError(f"`width` must be a multiple of {HEAD_DIM}, not {self.width}")
+        expect(self.width % HEAD_DIM == 0, "width", f"a multiple of {HEAD_DIM}", self.width)
         apply_limit(self.sources, None)  # refuses a source that is named twice
 
     def as_settings(self) -> dict[str, Any]:

@@ -161,7 +161,12 @@ class Pair:
         texts, options = [], {**(variables or {}), "add_generation_prompt": True, "tokenize": False}
         for prompt in prompts:
             messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            listed = isinstance(messages, Sequence) and all(map(_is_message, messages))
+            listed = isinstance(messages, Sequence) and all(
+                isinstance(m, Mapping)
+                and "role" in m
+                and any(m.get(key) is not None for key in ("content", "tool_calls"))
+                for m in messages
+            )
             expect(listed, "prompt", "a text or a list of chat messages with `role` and `content`", prompt)
             try:
                 texts.append(self.tokenizer.apply_chat_template([*map(dict, messages)], **options))
@@ -174,11 +179,6 @@ class Pair:
             return list(self.tokenizer(texts, **options)["input_ids"])
         except TypeError:  # the library says that it is no text
             raise SelfJudgeError("the prompt holds half a character, which text in UTF-8 does not") from None
-
-
-def _is_message(message: object) -> bool:
-    fields: Mapping[str, Any] = message if isinstance(message, Mapping) else {}
-    return "role" in fields and any(fields.get(name) is not None for name in ("content", "tool_calls"))
 
 
 def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Notify = ignore) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, expect
 from selfjudge.judge.config import FEATURES, LOWEST, SCORES
 from selfjudge.types import check_settings, setting
 
@@ -44,8 +44,7 @@ class TrainConfig:
         for name, value in RELEASED.items() if self.as_released else ():
             if getattr(self, name) not in (getattr(TrainConfig, name), value):
                 raise SelfJudgeError(f"`as_released` sets `{name}` to {value}: leave out one of them")
-        if self.acceptable is not None and self.acceptable >= 1:
-            raise SelfJudgeError(f"`acceptable` must be less than 1, not {self.acceptable}")
+        expect(self.acceptable is None or self.acceptable < 1, "acceptable", "less than 1", self.acceptable)
         if self.acceptable is not None and self.tau is not None:
             raise SelfJudgeError("`tau` and `acceptable` say the same thing twice: give one of them")
 

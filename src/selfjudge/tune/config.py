@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfjudge.decoding.guards import STRICT_CODE, STRICT_START
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, expect
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.tasks import FILE
 from selfjudge.tune.families import FAMILIES
@@ -55,8 +55,7 @@ class TuneConfig:
         """Refuse what cannot work, before a model is loaded."""
         check_settings(self)
         for name, value in {"epsilon": self.epsilon, "delta": self.delta}.items():
-            if not value < 1:
-                raise SelfJudgeError(f"`{name}` must be less than 1, not {value}")
+            expect(value < 1, name, "less than 1", value)
         if bool(self.tasks) == (self.prompts is not None):
             raise SelfJudgeError("prompts come from `tasks` or from `prompts`: give one of the two")
         if not self.families:

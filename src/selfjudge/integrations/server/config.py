@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.errors import SelfJudgeError, expect, first_line
 from selfjudge.integrations.asgi import ALLOWED
 from selfjudge.models.device import parse_memory
 from selfjudge.types import ENGINES, check_settings, setting
@@ -51,11 +51,9 @@ class ServerConfig:
         if self.temperature and self.shadow:
             raise SelfJudgeError("`shadow` watches greedy answers, as they were certified: leave out `temperature`")
         for name in self.allowed_host:
-            if not ALLOWED.fullmatch(name):
-                raise SelfJudgeError(f"`allowed_host` must be a name without scheme or port, not {name!r}")
+            expect(ALLOWED.fullmatch(name), "allowed_host", "a name without scheme or port", name)
         for origin in self.cors_origin:
-            if not ORIGIN.fullmatch(origin):
-                raise SelfJudgeError(f"`cors_origin` must be like https://app.example:8443, not {origin!r}")
+            expect(ORIGIN.fullmatch(origin), "cors_origin", "like https://app.example:8443", origin)
         if self.api_key is not None and not all(self.keys):
             raise SelfJudgeError("`api_key` is empty: give a key, or none at all")
         if len(set(self.keys)) < len(self.keys):

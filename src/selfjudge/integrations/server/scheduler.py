@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -72,7 +74,7 @@ class Scheduler:
     """See the module's docstring."""
 
     shadow: ShadowJobs | None = None  # who decodes a share of the requests again; set before the start
-    warm_up: WarmUp | None = None  # cycles that are captured while nobody waits; set before the start
+    warm_up: Any = SimpleNamespace(done=True)  # the `WarmUp` whose cycles are captured while nobody waits, if any
     flush: Callable[[], None] = staticmethod(ignore)  # called once jobs were sent what is new
 
     def __init__(self, pair: Pair, rules: Rules, config: ServerConfig, metrics: Metrics) -> None:
@@ -98,10 +100,6 @@ class Scheduler:
 
     def start(self) -> None:
         self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     @property
     def full(self) -> bool:
@@ -177,14 +175,13 @@ class Scheduler:
     def _work(self) -> None:
         try:
             while self._prepare():
-                if self._captures and not self._batches:
+                if not (self.warm_up.done or self._batches):
                     self._capture()
                 self._advance()
         except BaseException as error:
             self._break(error)
 
     def _capture(self) -> None:
-        assert self.warm_up is not None
         try:
             self.warm_up.capture(0.0)
         except Exception:
@@ -215,11 +212,6 @@ class Scheduler:
             self._turn(key)
             self.flush()
 
-    @property
-    def _captures(self) -> bool:
-        """Whether cycles are left to capture."""
-        return self.warm_up is not None and not self.warm_up.done
-
     def _second_answer(self) -> CompletionJob | None:
         """The next job of `shadow`, if there is time for it: one at a time, while others have half of the places."""
         calm = not self._queue and len(self._jobs) <= self.config.max_batch // 2
@@ -231,7 +223,7 @@ class Scheduler:
         """Wait for work and admit jobs that wait; False when it is time to stop."""
         with self._state:
             second = self._second_answer()
-            while not (self._queue or self._jobs or self._stopping or second or self._captures):
+            while self.warm_up.done and not (self._queue or self._jobs or self._stopping or second):
                 self._state.wait()
             if self._stopping and not self._jobs:
                 return False
