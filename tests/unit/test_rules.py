@@ -324,9 +324,9 @@ def test_rule_texts() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nope", "unknown rule 'nope'; rules are: exact, "), ("margn", "unknown rule 'margn': do you mean margin"), ("topk:x", "not a number"), ("topk:2,1,3", "at most"), ("topk:z=1", "no option"),
+        ("nope", "unknown rule 'nope'; rules are: exact, "), ("margn", "unknown rule 'margn': do you mean margin"), ("topk:x", "k must be a whole number, not 'x'"), ("topk:2,1,3", "at most"), ("topk:z=1", "no option"),
         ("topk:0", "at least 1"), ("relaxed:delta=2", "delta"), ("judged", "needs a judge"), ("fly:window=0", "window"),
-        ("margin:-1", "at least 0"), ("typical:epsilon=0", "epsilon"), ("topk:guard=maybe", "not a number"),
+        ("margin:-1", "at least 0"), ("typical:epsilon=0", "epsilon"), ("topk:guard=maybe", "guard must be on or off"),
     ],
 )  # fmt: skip
 def test_rule_texts_refuses(spec: str, message: str) -> None:

@@ -341,7 +341,8 @@ def _convert(rule: str, key: str, text: str, default: object) -> object:
             return _BOOLS[text.lower()]
         value = int(text) if isinstance(default, int) else float(text)
     except (KeyError, ValueError):
-        raise SelfJudgeError(f"rule {rule!r}: {key}={text!r} is not a number") from None
+        wanted = {bool: "on or off", int: "a whole number"}.get(type(default), "a number")
+        raise SelfJudgeError(f"rule {rule!r}: {key} must be {wanted}, not {text!r}") from None
     if not abs(value) < 1 << 31:  # refuses NaN, too
         raise SelfJudgeError(f"rule {rule!r}: {key}={text!r} is out of range")
     return value
