@@ -217,6 +217,7 @@ class Guard:
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         begun, status, path = time.perf_counter(), 499, scope["path"]  # 499: the client has gone
         state = scope.setdefault("state", {})  # has a `mode` once a completion was accepted
+        state["send"] = send
         named = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         number = named if REQUEST_ID.fullmatch(named) else f"req-{asgi.make_id()}"
 

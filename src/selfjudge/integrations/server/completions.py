@@ -25,7 +25,7 @@ from selfjudge.decoding.rules import FLy
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.asgi import RefusedError, make_id
+from selfjudge.integrations.asgi import Receive, RefusedError, Scope, Send, make_id
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, Update
 from selfjudge.integrations.server.parameters import TokenTexts, choose_sampling, make_edits, read_grammar
@@ -119,6 +119,17 @@ class Encoder:
         return await asyncio.get_running_loop().run_in_executor(self._compiling, read)
 
 
+class EventStream(StreamingResponse):
+    """Events of an answer: their texts pass by the application's layers, to which only the head of a response matters."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        direct: Send = scope["state"]["send"]
+        async for text in self.body_iterator:
+            await direct({"type": "http.response.body", "body": str(text).encode(), "more_body": True})
+        await direct({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class Completion:
     """One request to a completion endpoint."""
 
@@ -152,7 +163,7 @@ class Completion:
         self.watch = asyncio.ensure_future(self._watch_client())
         if not self.body.stream:
             return JSONResponse(await self._whole())
-        return StreamingResponse(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return EventStream(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def _encode(self) -> list[list[int]]:
         """Token ids of the prompts."""
