@@ -13,7 +13,7 @@ import torch
 from conftest import tiny_model
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import Request
-from selfjudge.decoding.costs import CONTRADICTION, MEASURING, RECENT, CostTable, watch_measuring
+from selfjudge.decoding.costs import CONTRADICTION, MEASURING, RECENT, CostTable, kept_tables, watch_measuring
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.draft import BatchEngines
@@ -84,8 +84,13 @@ def test_a_table_is_kept_and_belongs_to_one_shape(folder: Path) -> None:
     again, other = CostTable(SHAPE), CostTable(SHAPE.replace("cpu", "cuda"))
     assert again.cycles == measured().cycles
     assert not other.cycles
+    assert [entry["shape"]["device"] for entry in kept_tables()] == ["cpu"]
     keep(measured(""))  # of unknown models
     assert len([*folder.iterdir()]) == 1
+    keep(
+        measured(json.dumps({"target": {"name": "org/big", "dtype": "auto"}, "device": "cuda"}))
+    )  # of earlier versions
+    assert len(kept_tables()) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,6 +112,7 @@ def test_a_damaged_file_counts_as_none(damage, folder: Path) -> None:  # type: i
     (path,) = folder.iterdir()
     path.write_text(damage(json.loads(path.read_text("utf-8"))), "utf-8")
     assert not CostTable(SHAPE).cycles
+    assert not kept_tables()
     keep(measured())
     assert CostTable(SHAPE).cycles
 

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from selfjudge.cli.options import DeviceOptions, Result
 from selfjudge.cli.output import Progress, print_rows, print_text
+from selfjudge.decoding.costs import kept_tables
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, shipped_draft
 from selfjudge.models.device import available_memory
@@ -197,3 +198,8 @@ def _cache() -> Iterator[Check]:
     found = f"{folder}, {size / 1e9:.1f} GB" if writable else f"{folder} cannot be written"
     yield Check("cache", writable, found, "set SELFJUDGE_HOME to another folder")
     yield Check("disk", free > ROOM, f"{free / 1e9:.0f} GB free", "set SELFJUDGE_HOME to another disk")
+    for table in kept_tables():
+        target, cells = table["shape"]["target"], table["cycles"][min(table["cycles"])]
+        times = ", ".join(f"γ {drafts} {1e3 * sum(cells[drafts]):.3g} ms" for drafts in sorted(cells))
+        model = f"{target['parameters'] / 1e6:,.0f} M parameters in {target['dtype']}"
+        yield Check("speeds", True, f"{model}, {table['shape']['device']}, rows {min(table['cycles'])}: {times}")

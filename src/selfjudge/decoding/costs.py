@@ -3,10 +3,11 @@ A table belongs to two models of one shape and dtype on one engine, device and v
 only show whether it still holds. Times of a busy machine are used and not kept."""
 
 import hashlib
+import json
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from math import isfinite
 from pathlib import Path
@@ -166,6 +167,18 @@ class CostTable:
     @property
     def _path(self) -> Path:
         return home() / "costs" / f"{hashlib.sha256(self.shape.encode()).hexdigest()[:16]}.json"
+
+
+def kept_tables() -> list[dict[str, Any]]:
+    """All tables in the cache folder; damaged files are left out."""
+    tables = []
+    for path in sorted((home() / "costs").glob("*.json")):
+        with suppress(SelfJudgeError, KeyError, ValueError, TypeError):
+            shape = str(read_json(path)["shape"])
+            described = json.loads(shape)
+            f"{described['device']} {described['target']['dtype']} {described['target']['parameters']:d}"  # it has them
+            tables.append({"shape": described, "cycles": CostTable(shape).cycles})
+    return [table for table in tables if table["cycles"]]
 
 
 def _between(points: Mapping[int, tuple[float, float]], x: int) -> tuple[float, float]:
