@@ -120,7 +120,7 @@ class Encoder:
 
 
 class EventStream(StreamingResponse):
-    """Events of an answer: their texts pass by the application's layers, to which only the head of a response matters."""
+    """Events of an answer: their texts pass by the layers of the application, to which only the head matters."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
