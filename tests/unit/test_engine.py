@@ -23,6 +23,7 @@ from selfjudge.engine.select import borrow_engine, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.checkpoint import quantise
 from selfjudge.models.load import Target
+from selfjudge.ops import argmax_checked
 
 MODELS = {kind: tiny_model(kind) for kind in CONFIGS}
 ENGINES = [("reference", kind) for kind in sorted(CONFIGS)] + [
@@ -246,3 +247,21 @@ def test_what_is_kept_is_made_once_for_all_threads() -> None:
     for thread in threads:
         thread.join()
     assert kept == made * 2
+
+
+def test_the_cpu_pass_knows_the_first_of_its_most_likely_tokens() -> None:
+    """Of equal logits, behind the last whole vector, too; where one is not finite, nobody is told."""
+    model, tokens = tiny_model("llama", seed=3), torch.randint(3, VOCAB, (3, 20))
+    with torch.no_grad():
+        weight = model.get_output_embeddings().weight
+        weight[40:] = weight[:-40].clone()
+    output = make_engine(model, kind="cpu").extend(tokens)
+    assert output.argmax is not None
+    choice, non_finite = output.argmax
+    assert torch.equal(choice, argmax_checked(output.logits)[0])
+    assert (output.logits == output.logits.amax(-1, keepdim=True)).sum(-1).max() == 2
+    assert not non_finite.any()
+    for odd in (torch.inf, torch.nan):
+        with torch.no_grad():
+            weight[VOCAB - 1] = odd
+        assert make_engine(model, kind="cpu").extend(tokens).argmax is None

@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 
 from conftest import REFERENCE, VOCAB, tiny_head, tiny_model
 from selfjudge.decoding import loop
@@ -21,6 +20,7 @@ from selfjudge.decoding.prefill import Prefill
 from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate
+from selfjudge.engine.base import Output
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.draft import BatchEngines, EagleDraft, ModelDraft
 from selfjudge.engine.select import make_draft, make_engine
@@ -304,10 +304,10 @@ def test_a_draft_reads_prompts_when_it_drafts(
     monkeypatch: pytest.MonkeyPatch, read: list[int], kind: str, draft: str
 ) -> None:
     """Then it proposes what it would have proposed, had it read them at once; and never where nothing is drafted."""
-    proposals: list[Tensor] = []
+    outputs: list[Output] = []
     for drafter in (ModelDraft, EagleDraft):
         propose = drafter.propose
-        watched = lambda *a, propose=propose: proposals.append(propose(*a)) or proposals[-1]  # noqa: E731
+        watched = lambda *a, propose=propose: outputs.append(propose(*a)) or outputs[-1]  # noqa: E731
         monkeypatch.setattr(drafter, "propose", watched)
     requests = [Request(prompt_of(n, n), 24) for n in (20, 3, 9)]
     late = list(decode(draft_engines(kind, draft), requests, Exact()))
@@ -317,7 +317,7 @@ def test_a_draft_reads_prompts_when_it_drafts(
         patch.setattr(Prefill, "postpones", lambda self, alive: False)
         early = list(decode(draft_engines(kind, draft), requests, Exact()))
     assert drafted(late) == drafted(early)
-    half = len(proposals) // 2
+    proposals, half = [output.logits for output in outputs], len(outputs) // 2
     torch.testing.assert_close(proposals[:half], proposals[half:])
     assert [tokens_of(late, row) for row in range(3)] == [tokens_of(early, row) for row in range(3)]
     if draft == "model":

@@ -189,7 +189,7 @@ def test_a_draft_proposes_after_a_prefix_what_it_proposes_cold(kind: str, draft_
         engines.draft.read(as_row(tokens), torch.tensor([len(tokens)]), output.features)
         engines.draft.enter(torch.tensor([9]))
         first = engines.draft.propose(2)
-        return [output.logits[:, -1], first, engines.draft.extend(first.argmax(-1))]
+        return [each.logits[:, -1] for each in (output, first, engines.draft.extend(first.logits[:, -1].argmax(-1)))]
 
     read(text)
     engines.store_blocks(0, [*text, 9], "", (30, 10))

@@ -151,7 +151,7 @@ class BatchRows:
         if not outcome.drafts.shape[1]:  # one token a row, all rows at once
             column = outcome.next_token[active]
             self.left[active] -= 1
-            at_end = np.isin(column, list(eos_ids)) & ~self.endless[active]
+            at_end = np.any([column == token for token in eos_ids], 0) & ~self.endless[active]
             ended = np.where(at_end, 1, np.where(self.left[active] == 0, 2, 0))
             self.finished[active] = ended > 0
             if self.needs[active, 2].any():

@@ -229,8 +229,9 @@ class Cycle:
         drawn_from: list[Tensor] = []
         size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
         draft_on = None if draft.static else self.draft_on
-        logits = draft.propose(self.gamma)
+        output = draft.propose(self.gamma)
         for i in range(self.gamma):
+            logits = output.logits[:, -1]
             if self.edits and not draft.static:
                 edit_draft(self.edits, logits, tokens, ids)
             known = logits[:, :size]
@@ -238,14 +239,15 @@ class Cycle:
                 known, chosen = self._draw(logits, i, ids)
                 drawn_from.append(known)
             else:
-                chosen = argmax_checked(known)[0]
+                whole = output.argmax if known.shape == logits.shape and not self.edits else None
+                chosen = argmax_checked(known)[0] if whole is None else whole[0][:, -1]
                 if self.rule.reads_draft:
                     drawn_from.append(_over_vocabulary(replace_non_finite(logits), size, ids))
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
             if draft_on is not None and not draft_on(partial(_probabilities, known, chosen)):
                 break
             if i + 1 < self.gamma:
-                logits = draft.extend(tokens[-1])
+                output = draft.extend(tokens[-1])
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
     def _draw(self, logits: Tensor, i: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -272,7 +274,7 @@ class Cycle:
             self.output = output = self.target.extend_first(tokens, limits + 1)
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
-        argmax = argmax_checked(output.logits)
+        argmax = output.argmax or argmax_checked(output.logits)
         self.verified = VerifiedLogits(output.logits, argmax, self.drafts, limits)
         if self.guards is not None:
             self.guarded = GuardedBlock(self.guards, self.row_state[:, GUARDS], self.drafts)

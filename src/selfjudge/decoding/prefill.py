@@ -179,10 +179,10 @@ class Prefill:
         """Admit waiting requests while there is room beside the live rows and those that are being read. They wait
         until they are one for WAIT_SHARE live rows, which they interrupt, or WAIT_CYCLES have passed since the last."""
         self._one_by_one &= bool(self.groups)
-        busy = len(rows.alive) + sum(map(len, self.groups))
+        alive = len(rows.alive) if queue.waiting else 0
+        busy = alive + sum(map(len, self.groups))
         if not queue.waiting or self._make_shorter(queue, rows, busy):
             return
-        alive = len(rows.alive)
         if self.cycles < WAIT_CYCLES and min(len(queue.waiting), self.rows - busy) < alive // WAIT_SHARE:
             return
         admitted: list[tuple[int, Request]] = []

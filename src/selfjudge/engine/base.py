@@ -23,6 +23,7 @@ class Output:
     hidden: Tensor | None  # [B, keep, H] the input of the LM head, where it was asked for
     features: Tensor | None = None
     """[B, T, F] inputs of the layers that were asked for, at all positions. Of a head: its states [B, keep, H]."""
+    argmax: tuple[Tensor, Tensor] | None = None  # `argmax_checked` of the logits, where the pass has found it
 
     def take(self, place: Tensor) -> Output:
         """The outputs at places [B, T] among all tokens, as [B, T, …]."""

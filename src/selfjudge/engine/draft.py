@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from selfjudge.engine.base import Engine, HeadEngine, RowCache, move_rows
+from selfjudge.engine.base import Engine, HeadEngine, Output, RowCache, move_rows
 from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.device import free_memory, send
@@ -167,12 +167,12 @@ class Drafter(RowCache):
         """Read, before a cycle of γ proposals, the tokens that its captured graph has no room for.
         Plain cycles (γ = 0) read nothing and so cost nothing; after many of them the oldest tokens are left out."""
 
-    def propose(self, gamma: int) -> Tensor:
-        """Read the accepted tokens that have not been read; return logits [B, D] of the first of γ proposals."""
+    def propose(self, gamma: int) -> Output:
+        """Read the accepted tokens that have not been read; return logits [B, 1, D] of the first of γ proposals."""
         raise NotImplementedError
 
-    def extend(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, D] of the next proposal; `tokens` [B] are the last ones so far."""
+    def extend(self, tokens: Tensor) -> Output:
+        """Return logits [B, 1, D] of the next proposal; `tokens` [B] are the last ones so far."""
         raise NotImplementedError
 
     def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
@@ -200,14 +200,14 @@ class ModelDraft(Drafter):
             backlog.mark_read()
         backlog.max_missing = 2 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
-    def propose(self, gamma: int) -> Tensor:
+    def propose(self, gamma: int) -> Output:
         self.catch_up()
         width = 2 if self.static else int(self.backlog.missing.max())
         missing = None if width == 1 else self.backlog.missing  # nothing to mask
-        return self.engine.extend(self.backlog.tokens[:, -width:], missing, keep=1).logits[:, -1]
+        return self.engine.extend(self.backlog.tokens[:, -width:], missing, keep=1)
 
-    def extend(self, tokens: Tensor) -> Tensor:
-        return self.engine.extend(tokens[:, None]).logits[:, -1]
+    def extend(self, tokens: Tensor) -> Output:
+        return self.engine.extend(tokens[:, None])
 
     def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
         k, drafted, last = verdict.n_accepted, drafts.shape[1], verdict.next_token[:, None]
@@ -264,19 +264,19 @@ class EagleDraft(Drafter):
         first = min(1, tokens.shape[1] - 1)  # prompts of one token make no entries, but rows
         self.engine.append(tokens[:, first:], features[:, : tokens.shape[1] - first], counts - 1, keep=0)
 
-    def propose(self, gamma: int) -> Tensor:
+    def propose(self, gamma: int) -> Output:
         self.catch_up()
         backlog, width = self.backlog, gamma + 1 if self.static else int(self.backlog.missing.max())
         return self._step(backlog.tokens[:, -width:], backlog.states[:, -width:], backlog.missing)
 
-    def extend(self, tokens: Tensor) -> Tensor:
+    def extend(self, tokens: Tensor) -> Output:
         return self._step(tokens[:, None], self._last, None)
 
-    def _step(self, tokens: Tensor, states: Tensor, counts: Tensor | None) -> Tensor:
+    def _step(self, tokens: Tensor, states: Tensor, counts: Tensor | None) -> Output:
         output = self.engine.append(tokens, states, counts)
         assert output.features is not None
         self._last = output.features
-        return output.logits[:, -1]
+        return output
 
     def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
         assert features is not None

@@ -2,7 +2,9 @@
 
 import ctypes
 import subprocess
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Self
 
@@ -62,8 +64,9 @@ def _flat_index(cells: list[tuple[int, int]], width: int) -> Tensor:
     return torch.tensor([b * width + column for b, column in cells], dtype=torch.long)
 
 
-_Buffers = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Logits [B, keep, V], states after and before the final norm [B, keep, H], inputs of wanted layers [B, T, F]."""
+def _address(buffer: Tensor | None, row: int) -> int | None:
+    """Where a row of a contiguous buffer of float32 begins."""
+    return None if buffer is None else buffer.data_ptr() + 4 * row * buffer.shape[-1]
 
 
 class CpuEngine(Engine):
@@ -119,83 +122,81 @@ class CpuEngine(Engine):
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
-        logits, states, _, features = self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
-        return Output(logits, states if self._want_hidden else None, features if len(self._features) else None)
+        return self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
 
     @torch.inference_mode()
     def extend_first(self, tokens: Tensor, counts: Tensor) -> Output:
         """One copy brings the outputs to their cells."""
         width = tokens.shape[1]
-        logits, states, _, features = self._run_flat(align_right(tokens, counts), counts.tolist(), width)
+        output = self._run_flat(align_right(tokens, counts), counts.tolist(), width)
         place = (counts.cumsum(0) - counts)[:, None] + torch.minimum(torch.arange(width), counts[:, None] - 1)
-        hidden = states if self._want_hidden else None
-        return Output(logits, hidden, features if len(self._features) else None).take(place)
+        return output.take(place)
 
-    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, states_in: Tensor | None = None) -> _Buffers:
+    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, states_in: Tensor | None = None) -> Output:
         """Append tokens [B, T], of row b the last counts[b]; `states_in` [B, T, F] are what a head reads with them."""
         batch, width = tokens.shape
         used = [width] * batch if counts is None else counts.tolist()
-        logits, states, residual, features = self._run_flat(tokens, used, keep, states_in)
-        if len(self._features) and len(features) < batch * width:
+        output = self._run_flat(tokens, used, keep, states_in)
+        if (features := output.features) is None or states_in is not None:
+            return output
+        if len(features) < batch * width:
             everywhere = torch.zeros(batch * width, features.shape[1])
             features = everywhere.index_copy_(0, _flat_index(_last_columns(used, width), width), features)
-        logits, states, residual = (buffer.view(batch, keep, buffer.shape[1]) for buffer in (logits, states, residual))
-        return logits, states, residual, features.view(batch, width, features.shape[1])
+        return replace(output, features=features.view(batch, width, -1))
 
-    def _run_flat(self, tokens: Tensor, used: list[int], keep: int, states_in: Tensor | None = None) -> _Buffers:
+    def _run_flat(self, tokens: Tensor, used: list[int], keep: int, states_in: Tensor | None = None) -> Output:
         """Append the last used[b] tokens of each row, in passes of at most CHUNK. Outputs follow one another, not yet
-        by row: those of the last `keep` columns have room for B · `keep`, which they may not fill."""
+        by row: those of the last `keep` columns have room for B · `keep`, which they may not fill. Inputs of layers are
+        [Σ used, F]."""
         batch, width = tokens.shape
         self.lengths = self.lengths or [0] * batch
         lengths = [n + c for n, c in zip(self.lengths, used, strict=True)]
         hidden, taps = self._packed.model.hidden, len(self._features)
         self._grow(lengths)
-        ids = tokens.clamp(0, self._embeddings - 1).tolist()
-        logits = torch.empty(batch * keep, self._packed.model.head.rows)
-        states, residual = torch.empty(2, batch * keep, hidden)
-        flat = _last_columns(used, width)
-        features = torch.empty(len(flat), taps * hidden)
-        all_columns = len(flat) == batch * width
+        ids, last = tokens.tolist(), self._embeddings - 1
+        logits, states = torch.empty(batch, keep, self._packed.model.head.rows), torch.empty(batch, keep, hidden)
+        flat, residual = _last_columns(used, width), None
+        features = torch.empty(len(flat), taps * hidden) if taps else None
         if states_in is not None:
-            states_in = states_in.reshape(batch * width, -1)
+            residual, states_in = torch.empty_like(states), states_in.reshape(batch * width, -1)
+            all_columns = len(flat) == batch * width
             states_in = states_in.contiguous() if all_columns else states_in[_flat_index(flat, width)]
-        written = 0
+        best, finite, written = torch.empty(batch, keep, dtype=torch.long), True, 0
         for start in range(0, len(flat), CHUNK):
             part = flat[start : start + CHUNK]
-            cells = [(ids[b][column], b, lengths[b] + column - width) for b, column in part]
+            cells = [(min(max(ids[b][column], 0), last), b, lengths[b] + column - width) for b, column in part]
             wanted = [i for i, (_, column) in enumerate(part) if column >= width - keep]
-            into = logits[written:], states[written:], residual[written:], features[start:]
-            self._pass(cells, wanted, into, None if states_in is None else states_in[start:])
+            into = [_address(buffer, written) for buffer in (logits, states, residual)]
+            into += [best.data_ptr() + 8 * written, _address(features, start), _address(states_in, start)]
+            finite &= self._pass(cells, wanted, into, 0 if states_in is None else states_in.shape[1])
             written += len(wanted)
         self.lengths = lengths
-        return logits, states, residual, features
+        argmax = (best, torch.zeros(batch, keep, dtype=torch.bool)) if finite else None
+        return Output(logits, states if self._want_hidden else None, features if taps else residual, argmax)
 
     def _pass(
-        self, cells: list[tuple[int, int, int]], outputs: list[int], into: _Buffers, states_in: Tensor | None
-    ) -> None:
-        """Run cells (token, row, position) and write the logits and states of those that `outputs` indexes."""
+        self, cells: list[tuple[int, int, int]], outputs: list[int], buffers: Sequence[int | None], width: int
+    ) -> bool:
+        """Run cells (token, row, position) and write the logits and states of those that `outputs` indexes. `buffers`
+        are addresses, the last that of what a head reads, of this width. Returns whether the logits are finite."""
         ids, rows, positions = zip(*cells, strict=True)
-        logits, states, residual, features = into
+        logits, states, residual, best, features, states_in = buffers
         model, count, threads = self._packed.model, len(rows), torch.get_num_threads()
         slots = [row.shape[3] for row in self._caches]
-        tokens = torch.tensor(ids)
-        numbers = torch.tensor([*rows, *positions, *slots, *outputs], dtype=torch.int32)
-        caches = torch.tensor([row.data_ptr() for row in self._caches])
+        tokens, caches = array("q", ids), array("q", [row.data_ptr() for row in self._caches])
+        numbers = array("i", [*rows, *positions, *slots, *outputs])
+        first = numbers.buffer_info()[0]
         size = self._library.scratch_size(ctypes.byref(model), count, max(slots), threads)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size)
-        row, position, row_slots, output = (
-            numbers.data_ptr() + 4 * n for n in (0, count, 2 * count, 2 * count + len(slots))
-        )
+        row, position, row_slots, output = (first + 4 * n for n in (0, count, 2 * count, 2 * count + len(slots)))
         arguments = Pass(
-            count, max(slots), len(outputs), tokens.data_ptr(), row, position, output, row_slots,
-            self._cosine.data_ptr(), self._sine.data_ptr(), caches.data_ptr(),
-            logits.data_ptr(), states.data_ptr(), self._scratch.data_ptr(), threads,
-            len(self._features), self._features.data_ptr(), features.data_ptr(),
-            *((None, 0) if states_in is None else (states_in.data_ptr(), states_in.shape[1])), residual.data_ptr(),
-            self._cosine.shape[1],
+            count, max(slots), len(outputs), tokens.buffer_info()[0], row, position, output, row_slots,
+            self._cosine.data_ptr(), self._sine.data_ptr(), caches.buffer_info()[0],
+            logits, states, self._scratch.data_ptr(), threads, len(self._features), self._features.data_ptr(), features,
+            states_in, width, residual, self._cosine.shape[1], best,
         )  # fmt: skip
-        self._library.forward(ctypes.byref(model), ctypes.byref(arguments))
+        return bool(self._library.forward(ctypes.byref(model), ctypes.byref(arguments)))
 
     def _grow(self, lengths: list[int]) -> None:
         """Make room for this many positions of every row, and compute the rotary tables for them."""
@@ -228,6 +229,7 @@ class CpuHead(CpuEngine, HeadEngine):
         draft, loaded = as_draft(draft), as_loaded(target)
         head = draft.eagle_head
         self.device, self.window, self._embeddings = head.device, head.window, head.config.vocab_size
+        self._want_hidden = False
         self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size
 
         def pack() -> PackedHead:
@@ -245,5 +247,4 @@ class CpuHead(CpuEngine, HeadEngine):
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
-        logits, _, residual, _ = self._run(tokens, counts, keep, states.float())
-        return Output(logits, None, residual)
+        return self._run(tokens, counts, keep, states.float())

@@ -9,6 +9,7 @@
 // no padding, no mask and no holes: rewinding a row is forgetting its last positions. Sums have one order, whatever else
 // is in the pass: a prompt read in pieces gives the same bits as one read at once.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -172,6 +173,7 @@ struct Pass {
   int32_t states_width;
   float* residual;           // [outputs, hidden] a head's states after its layer
   int32_t table_slots;
+  int64_t* best;             // [outputs] the first of the most likely tokens, -1 where a logit is NaN or +inf
 };
 
 }  // extern "C"
@@ -183,6 +185,33 @@ struct Input {
   const float* x;
   const blocks::Activation* q;
 };
+
+// Where the largest of these values is first; -1 where one is NaN or +inf.
+int64_t likeliest(const float* x, int count) {
+  constexpr int kLanes = 32;
+  float most[kLanes];
+  int32_t at[kLanes] = {}, bad[kLanes] = {};
+  std::fill(most, most + kLanes, -INFINITY);
+  const int whole = count / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) {
+      const float value = x[i + j];
+      bad[j] |= !(value < INFINITY);
+      at[j] = value > most[j] ? i + j : at[j];
+      most[j] = value > most[j] ? value : most[j];
+    }
+  float best = -INFINITY;
+  int64_t place = 0;
+  for (int j = 0; j < kLanes; ++j) {
+    if (bad[j]) return -1;
+    if (most[j] > best || (most[j] == best && most[j] > -INFINITY && at[j] < place)) best = most[j], place = at[j];
+  }
+  for (int i = whole; i < count; ++i) {
+    if (!(x[i] < INFINITY)) return -1;
+    if (x[i] > best) best = x[i], place = i;
+  }
+  return place;
+}
 
 template <int M, int N>
 inline void multiply(const float* x, int stride, const float* w, int cols, float (*y)[kRows]) {
@@ -468,7 +497,8 @@ int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t 
   return shared + threads * (tokens * widest + tokens * quantised_floats(widest) + scores) + 64;
 }
 
-void forward(const Model* model, const Pass* pass) {
+// Returns whether all logits are finite or -inf.
+bool forward(const Model* model, const Pass* pass) {
   const int M = pass->tokens, H = model->hidden, D = model->head_dim, heads = model->heads, kv = model->kv_heads;
   const int G = heads / kv, I = model->intermediate, width = (heads + 2 * kv) * D;
   const int64_t widest = widest_input(*model);
@@ -688,7 +718,11 @@ void forward(const Model* model, const Pass* pass) {
                 for (int j = 0; j < count; ++j) at[j] *= model->logit_scale;
               if (model->logit_cap > 0) cap(at, count, model->logit_cap);
             });
+#pragma omp barrier
+    for (int i = thread; i < tokens; i += threads)
+      pass->best[i] = likeliest(pass->logits + static_cast<int64_t>(i) * model->head.rows, model->head.rows);
   }
+  return std::all_of(pass->best, pass->best + pass->outputs, [](int64_t token) { return token >= 0; });
 }
 
 // y [tokens, rows] of one matrix alone, by one thread; `quantised` has room for the quantised inputs.

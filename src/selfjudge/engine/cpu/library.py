@@ -83,7 +83,7 @@ def library(processor: str) -> ctypes.CDLL:
     i32, i64, pointer, model = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(Model)
     for name, result, *arguments in (
         ("scratch_size", i64, model, i32, i32, i32),
-        ("forward", None, model, ctypes.POINTER(Pass)),
+        ("forward", ctypes.c_bool, model, ctypes.POINTER(Pass)),
         ("pack", None, i32, i32, i32, pointer, pointer, pointer, i32),
         ("apply", None, ctypes.POINTER(Matrix), pointer, i32, pointer, pointer),
         ("packed_bytes", i64, i32, i64, i32),
