@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -399,6 +400,37 @@ def test_who_leaves_between_chunks_leaves_the_engine_whole() -> None:
             queue.put(Request(prompts[1], 9))
             cancelled.add(0)
     assert tokens == {1: alone}
+
+
+def test_threads_on_one_device_answer_as_one_would() -> None:
+    """Each captures its own cycles while the other decodes, takes memory and frees some."""
+    target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
+    prompts, gammas = prompts_of([4, 40, 7]), (1, 2, 3, 5)
+
+    def answers(_: int) -> list[list[list[int]]]:
+        return [run(target, draft, prompts, Exact(), gamma=gamma, max_new_tokens=30) for gamma in gammas]
+
+    expected = answers(0)
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(answers, range(6))) == [expected] * 6
+
+
+def test_a_capture_that_found_no_memory_hinders_no_other() -> None:
+    """Its memory pool has no graph any more, and torch takes none back."""
+    engine, tokens = CudaEngine(tiny_model(seed=1, **WIDER).to(CUDA)), torch.full((1, 3), 7, device=CUDA)
+    engine.reserve(1, 40)
+
+    def run_out() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.capture([lambda: engine.extend(tokens) and None, run_out], engine.state())
+    logits: list[torch.Tensor] = []
+    (replay,) = engine.capture([lambda: logits.append(engine.extend(tokens).logits)], engine.state())
+    replay()
+    assert torch.equal(logits[-1], logits[0])
+    assert engine.lengths.tolist() == [3]
 
 
 def test_prefixes_that_were_read_are_found_on_the_device() -> None:

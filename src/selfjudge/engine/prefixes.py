@@ -7,7 +7,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from threading import Lock
 
 import torch
@@ -46,12 +46,8 @@ class PrefixStore:
     def find(self, space: Hashable, tokens: Sequence[int]) -> list[Tensor]:
         """The blocks [2, layers, heads, n, width] of the longest known prefix; the last token is never part of it.
         `space` names the cache, and who may find what was stored for it."""
-        found = []
         with self._lock:
-            for key in _keys(space, tokens):
-                if key not in self._blocks:
-                    break
-                found.append(key)
+            found = list(takewhile(self._blocks.__contains__, _keys(space, tokens)))
             self._touch(found)
             return [self._blocks[key] for key in found]
 

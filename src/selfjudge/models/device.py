@@ -27,16 +27,11 @@ def choose_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-        make_current(device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # kernels are launched on the current device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise SelfJudgeError(f"`device` {name!r} cannot be used: {first_line(error)}") from None
     return device
-
-
-def make_current(device: torch.device) -> None:
-    """Let this thread launch kernels on a CUDA device: the current one is each thread's own."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def available_memory() -> int | None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
@@ -103,7 +103,7 @@ class CudaEngine(Engine):
         self.captured_cycles = {}
         self._asides: list[Self] = []  # engines whose rows have joined: the next prompts reuse their graphs
         self._graphs: WeakSet[Any] = WeakSet()  # those that are there share memory: they never run at the same time
-        self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its graph
+        self._prefills: dict[Hashable, _Prefill | None] = {}  # of shapes of prompts; None: seen once
         self.lengths = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
         self._rotary: list[tuple[Tensor, Tensor]] = []  # of every kind cosine and sine by position
         self._cache = torch.empty(2, 0, 0, dtype=self.dtype, device=self.device)  # keys and values
@@ -142,15 +142,13 @@ class CudaEngine(Engine):
         if self.device.type != "cuda" or batch * padded > CAPTURED_TOKENS or padded > self.slots:
             return self.extend(tokens, counts, keep=1)
         key = (batch, padded)
-        entry = self._prefills.pop(key, 0)  # the shape that was used longest ago stands first
+        seen, captured = key in self._prefills, self._prefills.pop(key, None)
         while len(self._prefills) >= PREFILLS:
-            self._prefills.pop(next(iter(self._prefills)))
-        if isinstance(entry, int):
-            entry = self._capture_prefill(batch, padded) if entry else 1
-        self._prefills[key] = entry
-        if isinstance(entry, int):
+            self._prefills.pop(next(iter(self._prefills)))  # the shape that was used longest ago stands first
+        self._prefills[key] = captured = captured or (self._capture_prefill(batch, padded) if seen else None)
+        if captured is None:
             return self.extend(tokens, counts, keep=1)
-        replay, all_tokens, all_counts, output = cast(_Prefill, entry)
+        replay, all_tokens, all_counts, output = captured
         all_tokens[:, padded - width :].copy_(tokens)
         all_counts.copy_(counts)
         replay()
@@ -205,7 +203,10 @@ class CudaEngine(Engine):
         keep = width if keep is None else keep
         if not self.slots:
             self.reserve(batch, self.window)
-        x, slot, position = self._begin(tokens, counts)
+        w = self.weights
+        x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, w.embedding)
+        if w.embedding_scale != 1:
+            x.mul_(w.embedding_scale)
         lengths = row_lengths(counts, batch, width)
         allocate = x.new_empty if min(lengths) == width else x.new_zeros  # padding may be left out of passes
         features = allocate(batch, width, len(self._features) * x.shape[2]) if self._features else None
@@ -221,12 +222,6 @@ class CudaEngine(Engine):
         output = self.extend(tokens)
         self.rewind(tokens.shape[1] - counts)
         return output
-
-    def _begin(self, tokens: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed tokens; their slots and positions."""
-        w = self.weights
-        x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, w.embedding)
-        return x if w.embedding_scale == 1 else x.mul_(w.embedding_scale), slot, position
 
     def aside(self) -> Self:
         if self._asides:
