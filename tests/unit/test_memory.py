@@ -140,7 +140,7 @@ def test_a_share_or_a_size(text: str, size: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "much", "8", "8 apples", "GB", "nan"])
 def test_what_is_neither_is_refused(text: str) -> None:
-    with pytest.raises(SelfJudgeError, match=r"a share such as 0\.9 or a size such as 8GB"):
+    with pytest.raises(SelfJudgeError, match=r"a share such as '0\.9' or a size such as '8GB'"):
         device.parse_memory(text)
 
 
