@@ -7,6 +7,7 @@ of each}]}; an answer to a run is {"tokens": [[…]], "logprobs": [[…]], "coun
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing.context
 import os
@@ -103,6 +104,7 @@ def _begin(variables: dict[str, str], out: Path, log: Path) -> None:
     # processes of this engine are forks, too: on a CPU vLLM starts three, and each imports for as long as this one did
     contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["fork"]
+    gc.freeze()  # an engine collects seven times while it starts: what was imported needs no look
     os.environ.update(variables)
     for number, file in enumerate((out, log), 1):
         with file.open("a") as said:
@@ -116,7 +118,11 @@ def main(job_file: Path, answers_file: Path) -> None:
         interpret_triton()
     from vllm import LLM
 
-    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "seed": 0, "generation_config": "vllm"}
+    gc.freeze()
+    options = {
+        "dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "seed": 0, "generation_config": "vllm",
+        "num_gpu_blocks_override": 128,
+    }  # fmt: skip
     proposed: list[Any] = []
     record_drafts(proposed)
     llm = LLM(**(options | job["engine"]))

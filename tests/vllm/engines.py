@@ -74,7 +74,8 @@ def _forks() -> Any:
     context = get_context("forkserver")
     context.set_forkserver_preload([
         "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "selfjudge.integrations.vllm", "selfjudge.cli.main",
-        "selfjudge.evaluate.pipeline", "selfjudge.tune.pipeline",
+        "selfjudge.evaluate.pipeline", "selfjudge.tune.pipeline", "vllm.v1.attention.backends.cpu_attn",
+        "vllm.model_executor.layers.quantization.online.base",
     ])  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in environment().items():
