@@ -140,9 +140,17 @@ def short_request(seed: int) -> Request:
     return Request(prompt_of(2, seed), 24)
 
 
+def answers_of(steps: Sequence[Step]) -> dict[int, list[int]]:
+    answers: dict[int, list[int]] = {}
+    for emission in (e for step in steps for e in step.emissions):
+        answers.setdefault(emission.row, []).extend(emission.tokens)
+    return answers
+
+
 @cache
-def short_answer(seed: int) -> list[int]:
-    return tokens_of(alone("cuda", short_request(seed), Exact(), 0), 0)
+def short_answers() -> dict[int, list[int]]:
+    """Of a batch that nobody enters."""
+    return answers_of(list(decode(engines("cuda", 4), [short_request(seed) for seed in range(68)], Exact(), gamma=0)))
 
 
 def enter_beside(live: int, arrivals: Sequence[int]) -> list[int]:
@@ -157,8 +165,7 @@ def enter_beside(live: int, arrivals: Sequence[int]) -> list[int]:
         entered |= {e.row: cycle for e in step.emissions if not step.cycle}
         while left and left[0][0] == cycle:
             queue.put(left.pop(0)[1])
-    for row in range(len(requests)):
-        assert tokens_of(steps, row) == short_answer(row)
+    assert answers_of(steps) == {row: short_answers()[row] for row in range(len(requests))}
     return [entered[row] for row in range(live, len(requests))]
 
 
