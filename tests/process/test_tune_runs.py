@@ -455,6 +455,7 @@ def test_a_judged_recipe_carries_its_judge(
     judge = random_judges(tiny_pair.hidden_size)["mine"]
     judge.config = replace(judge.config, target=tiny_pair.target_id)
     said: list[str] = []
+    monkeypatch.setattr(Judge, "cpu", lambda _: pytest.fail("a judge that captured graphs may read has moved"))
     recipe = tune_pair(tiny_pair, tmp_path / "t", replace(config, families=("judged",)), judge=judge, warn=said.append)
     assert any("cannot be checked" in line for line in said)
     assert recipe.rule.startswith("judged:")

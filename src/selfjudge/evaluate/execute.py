@@ -34,7 +34,7 @@ NOT_COMPARED: Mapping[str, Any] = {
 }  # fmt: skip
 """The fields that a comparison with `exact` fills in."""
 PART_ONLY = ("token_ids", "origins")  # keys that rows lose when the parts are joined
-TRACED = 32  # answers of a run that are decoded once more to be traced, at most a batch: what is timed is not traced
+TRACED = 32  # answers of a run that are decoded once more to be traced: what is timed is not traced
 KEPT_SUBSTITUTIONS = 50
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 Answers = tuple[list[Generation], dict[str, float]]  # in the order of prompts; seconds by phase, and their `total`
@@ -168,7 +168,7 @@ class Execution:
         samples = [sample for part in by_part for sample in part]
         answers = [restore_answer(sample) for sample in samples]
         judged = [i for i, answer in enumerate(answers) if "judge" in answer.origins]
-        traced = judged[: max(min(TRACED, self.batch), self.config.examples)]
+        traced = judged[: max(TRACED, self.config.examples)]
         asked = self._ask([self.examples.rows[i] for i in traced])
         again = trace_again(self.answerer, [answers[i] for i in traced], self.batch, *asked)
         for i, answer in zip(traced, again, strict=True):

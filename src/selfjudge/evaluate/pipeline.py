@@ -186,13 +186,13 @@ Plan = list[tuple[str, list[str], tuple[int, ...]]]  # evaluations: a task, its 
 
 
 def reproduce_paper(
-    pair: Pair, out: Path, config: ReproduceConfig, *, notify: Notify = ignore, warn: Warn = ignore
+    pair: Pair, out: Path | str, config: ReproduceConfig, *, notify: Notify = ignore, warn: Warn = ignore
 ) -> dict[str, Any]:
     """Run the stages that are not yet finished below `out`; returns the report's tables."""
     from selfjudge.report.page import report
 
     config.check()
-    preset = config.choose_preset()
+    preset, out = config.choose_preset(), Path(out)
     settings = config.evaluation
     load_examples(settings)  # missing data is found before hours of labelling
     folders = label_by_all_methods(pair, out / "labels", preset, config, notify=notify, warn=warn)

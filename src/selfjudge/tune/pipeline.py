@@ -102,7 +102,7 @@ def _write(job: TuneJob, folder: RunFolder, result: TuneResult) -> Recipe:
     examples = choose_examples(job, result.outcomes[0].best)
     judged = any(job.plan(trial.rule, trial.gamma).judge is not None for trial in chosen)
     if judged and job.judge is not None:
-        job.judge.cpu().save_pretrained(out / JUDGE)
+        job.judge.save_pretrained(out / JUDGE)
     recipe = make_recipe(certificate, job.pair, JUDGE if judged else None)
     write_text(out / "certificate.html", certificate_page(certificate, examples))
     write_json(out / CERTIFICATE, certificate)
