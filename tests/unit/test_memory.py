@@ -21,7 +21,7 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.decoding.text import Batch, generate
+from selfjudge.decoding.text import Batch, generate, stream
 from selfjudge.engine import draft as draft_module
 from selfjudge.engine.cpu.library import library
 from selfjudge.engine.cpu.weights import PackedWeights
@@ -456,6 +456,16 @@ def test_a_batch_without_memory_gives_its_newest_rows_up(no_graphs: Callable[...
     together = list(decode(engines(), requests, Exact(), gamma=2))  # nobody has asked for a queue
     assert [row for step in together for row in step.out_of_memory] == [3, 2]
     assert_answered(together, requests[:2])
+
+
+def test_a_stream_without_memory_does_not_end_as_if_it_were_whole(
+    tiny_pair: Pair, no_graphs: Callable[..., None]
+) -> None:
+    no_graphs(lambda _: True)
+    shown = []
+    with pytest.raises(SelfJudgeError, match="no memory for this request"):
+        shown.extend(stream(tiny_pair, "w1 w2", "exact", gamma=2, engine="cuda", max_new_tokens=12))
+    assert len(shown) == 1
 
 
 def test_the_newest_row_is_given_up_wherever_it_lies(no_graphs: Callable[..., None]) -> None:

@@ -205,6 +205,24 @@ def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatc
     assert scheduler.busy == 0
 
 
+def test_a_broken_device_ends_decoding(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After such an error every pass fails: the probes must not say that all is well."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    for method in ("add", "step"):
+        scheduler = begin(max_batch=2)
+        one, updates = job(scheduler)
+        scheduler.submit(one)
+        with monkeypatch.context() as patch:
+            patch.setattr(Batch, method, fail)
+            scheduler.start()
+            assert last(updates).failure == "error"
+            scheduler._thread.join(600)
+        assert "an illegal memory access" in str(scheduler.broken)
+
+
 @pytest.mark.parametrize("where", ["_turn", "_next", "_end"])
 def test_an_error_that_ends_decoding_ends_every_request(
     begin: Begin, monkeypatch: pytest.MonkeyPatch, where: str

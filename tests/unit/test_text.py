@@ -123,6 +123,23 @@ def test_a_batch_goes_on_after_a_pass_that_failed(byte_pair: Pair, monkeypatch: 
     assert len(batch) == 0
 
 
+def test_an_engine_that_another_thread_has_just_taken_is_made_anew(tiny_pair: Pair) -> None:
+    class Emptied(list[Any]):
+        def pop(self, *_: Any) -> Any:
+            raise IndexError("pop from empty list")
+
+    for engines in [
+        model.keep("idle engines", dict) for model in (tiny_pair.target_model, tiny_pair.draft_model) if model
+    ]:
+        for key in list(engines):
+            engines[key] = Emptied(engines[key])
+    assert generate(tiny_pair, "w1 w2", engine="cuda", gamma=2, max_new_tokens=5).tokens
+    for engines in [
+        model.keep("idle engines", dict) for model in (tiny_pair.target_model, tiny_pair.draft_model) if model
+    ]:
+        engines.clear()
+
+
 @pytest.mark.parametrize("how", ["closed", "broken"])
 def test_static_engines_are_kept_where_a_stream_is_not_read_to_its_end(tiny_pair: Pair, how: str) -> None:
     """With their cache and their captured cycles; not after an exception, which may have damaged them."""

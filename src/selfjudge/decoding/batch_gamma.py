@@ -18,6 +18,7 @@ from selfjudge.decoding.gamma import GammaController, PairStatistics, RequestGam
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules
 from selfjudge.engine.draft import BatchEngines
+from selfjudge.models.device import empty_cache
 
 
 class CyclePlan(NamedTuple):
@@ -111,7 +112,7 @@ class BatchGamma:
             cycles = capture_cycles(self.engines, self.lossless, rows, map(CycleSize, gammas), trace=self.trace)
             seconds = [time_cycle(cycle) for cycle in cycles]
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+            empty_cache()
             return  # γ is chosen by estimates
         costs.begin(rows)
         for gamma, spent in zip(gammas, seconds, strict=True):

@@ -160,6 +160,8 @@ class Stream:
         for step in self._steps:
             for _, pieces in step:
                 yield from pieces
+        if self._answer.out_of_memory:
+            self._answer.generation()  # raises
 
     @property
     def generation(self) -> Generation:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from selfjudge.engine.base import Engine, HeadEngine, Output, RowCache, move_rows
 from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.device import free_memory, send
+from selfjudge.models.device import empty_cache, free_memory, send
 from selfjudge.models.memory import LOGIT_BYTES
 from selfjudge.types import Verdict
 
@@ -376,7 +376,7 @@ class BatchEngines:
             self.prefixes.clear()
         self.release_idle()
         if self.target.device.type == "cuda":
-            torch.cuda.empty_cache()
+            empty_cache()
 
     def reserve(self, rows: int, length: int) -> None:
         """Begin a batch: room for so many rows of at most `length` tokens."""

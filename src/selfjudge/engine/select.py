@@ -5,7 +5,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
@@ -228,7 +228,10 @@ def _borrow(model: LoadedModel, key: Hashable, kind: str, make: Callable[[], _Le
     may_be_static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # that of this thread: kernels are launched on the current one
-    engine = idle[key].pop() if may_be_static and idle.get(key) else make()
+    engine: _Lent | None = None
+    with suppress(KeyError, IndexError):  # another thread may take the last
+        engine = idle[key].pop() if may_be_static else None
+    engine = make() if engine is None else engine
     engine.idle = idle
     whole = engine.static
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,13 @@ else:
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+CAPTURING = threading.Lock()  # of the thread that captures CUDA graphs
+
+
+def empty_cache() -> None:
+    """Give spare memory back to the GPU, once no thread captures: torch would keep it meanwhile."""
+    with CAPTURING:
+        torch.cuda.empty_cache()
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 import gc
-import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from selfjudge.engine.base import Engine, HeadEngine, Output, move_rows
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
-from selfjudge.models.device import send
+from selfjudge.models.device import CAPTURING, send
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.memory import PASS_TOKENS, token_bytes
@@ -37,7 +36,6 @@ SLOTS = 256  # cache lengths are multiples of this, so that the next batch is li
 ASIDES = 2  # engines made by `aside` that are kept with their cache and graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 WIDEST_HEAD = 256  # columns of a head that the kernels can hold
-_CAPTURING = threading.Lock()
 
 
 def why_not(module: PreTrainedModel | EagleHead) -> str | None:
@@ -425,7 +423,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Let no other thread capture, and suspend garbage collection: it may free graphs of another engine."""
-    with _CAPTURING:
+    with CAPTURING:
         running = gc.isenabled()
         gc.disable()
         try:

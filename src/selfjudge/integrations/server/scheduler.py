@@ -41,6 +41,7 @@ LOG = logging.getLogger("selfjudge.server")
 CAPTURE_SECONDS = 20.0  # time for captures before the server is ready; those that are left follow while it is idle
 OWN_BATCHES = 4  # of rules that share none; on CUDA each has a cache
 CPU_ROWS, CUDA_ROWS = 8, 256  # answers at a time where `max_batch` names no number; on CUDA at most
+BROKEN_DEVICE: Any = getattr(torch, "AcceleratorError", ())  # an error after which the device runs nothing more
 CUDA_PROMPTS = (40, 40, 600)
 """Tokens of the prompts that are tried out on CUDA: short ones, whose graph is captured the second time; a long one."""
 
@@ -198,8 +199,8 @@ class Scheduler:
             self._open.clear()
         for job in failed:
             job.over = True
-            self._count(job, None, "error")
             job.send(Update(failure="error"))
+            self._count(job, None, "error")
         self.flush()
 
     def _advance(self) -> None:
@@ -265,6 +266,8 @@ class Scheduler:
                 batch = job.choice.make_batch(self.pair, self.config)
             own = {"streamed": False, "by_step": not job.detailed, "salt": job.key, **job.options, **job.choice.of_row}
             answer = batch.add(job.prompt, max_new_tokens=job.max_new_tokens, **own)
+        except BROKEN_DEVICE:
+            raise
         except Exception as error:
             LOG.exception("an answer could not be started")
             self._end(job, None, "memory" if isinstance(error, torch.OutOfMemoryError) else "error")
@@ -277,6 +280,8 @@ class Scheduler:
         """One pass of one batch; answers of a batch that fails are lost, and the server goes on."""
         try:
             return self._batches[key].step(crowded=len(self._batches) > 1)
+        except BROKEN_DEVICE:
+            raise
         except Exception as error:
             LOG.exception("a batch failed")
             failure: Failure = "memory" if isinstance(error, torch.OutOfMemoryError) else "error"
