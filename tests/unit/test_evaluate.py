@@ -75,9 +75,10 @@ def test_parts_hold_all_rows_in_order(tiny_pair: Pair, tmp_path: Path) -> None:
 def test_what_the_target_wanted_is_said_of_every_example_and_what_is_timed_is_not_traced(
     tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of judged answers is decoded once more."""
+    """Judged answers are decoded once more."""
     asked = prompts_file(tmp_path / "asked.jsonl", 6)
-    config = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
+    both = EvalConfig(tasks=(f"file:{asked}",), rules=("exact", "topk:20"), gammas=(3,), batch=3, max_new_tokens=12)
+    config = replace(both, examples=6)
     traced: list[bool] = []
     original = TorchAnswerer.answer
 

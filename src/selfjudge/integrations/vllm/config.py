@@ -118,7 +118,8 @@ class RequestRules:
             raise SelfJudgeError(f"rule {request.kind.name!r} needs {lacks}, which it does not have in vLLM")
         if request.kind.lossless:
             return None
-        guarded = replace(request, rule=with_options(request.text, guard=True), gamma=self.gamma)
+        guard = None if "guard" in request.options else True
+        guarded = replace(request, rule=with_options(request.text, guard=guard), gamma=self.gamma)
         return guarded.resolve(self.special, self.judge, bare=False)
 
 
