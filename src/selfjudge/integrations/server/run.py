@@ -179,7 +179,8 @@ async def run(
     notify(f"serving {scheduler.config.name} at http://{shown}:{port}/v1")
     notify(f"playground at http://{shown}:{port}/")
     notify(f"requests that name no rule: {scheduler.rules.choose()}")
-    notify("ready" if scheduler.warm_up.done else "ready; the other graphs are captured while it is idle")
+    captured = scheduler.warm_up is None or scheduler.warm_up.done
+    notify("ready" if captured else "ready; the other graphs are captured while it is idle")
     await server.serve(sockets=[listener])
 
 

@@ -13,8 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -41,7 +39,6 @@ LOG = logging.getLogger("selfjudge.server")
 CAPTURE_SECONDS = 20.0  # time for captures before the server is ready; those that are left follow while it is idle
 OWN_BATCHES = 4  # of rules that share none; on CUDA each has a cache
 CPU_ROWS, CUDA_ROWS = 8, 256  # answers at a time where `max_batch` names no number; on CUDA at most
-BROKEN_DEVICE: Any = getattr(torch, "AcceleratorError", ())  # an error after which the device runs nothing more
 CUDA_PROMPTS = (40, 40, 600)
 """Tokens of the prompts that are tried out on CUDA: short ones, whose graph is captured the second time; a long one."""
 
@@ -75,7 +72,7 @@ class Scheduler:
     """See the module's docstring."""
 
     shadow: ShadowJobs | None = None  # who decodes a share of the requests again; set before the start
-    warm_up: Any = SimpleNamespace(done=True)  # the `WarmUp` whose cycles are captured while nobody waits, if any
+    warm_up: WarmUp | None = None  # cycles that are captured while nobody waits; set before the start
     flush: Callable[[], None] = staticmethod(ignore)  # called once jobs were sent what is new
 
     def __init__(self, pair: Pair, rules: Rules, config: ServerConfig, metrics: Metrics) -> None:
@@ -176,13 +173,19 @@ class Scheduler:
     def _work(self) -> None:
         try:
             while self._prepare():
-                if not (self.warm_up.done or self._batches):
+                if self._captures and not self._batches:
                     self._capture()
                 self._advance()
         except BaseException as error:
             self._break(error)
 
+    @property
+    def _captures(self) -> bool:
+        """Whether cycles are left to capture."""
+        return self.warm_up is not None and not self.warm_up.done
+
     def _capture(self) -> None:
+        assert self.warm_up is not None
         try:
             self.warm_up.capture(0.0)
         except Exception:
@@ -224,7 +227,7 @@ class Scheduler:
         """Wait for work and admit jobs that wait; False when it is time to stop."""
         with self._state:
             second = self._second_answer()
-            while self.warm_up.done and not (self._queue or self._jobs or self._stopping or second):
+            while not (self._queue or self._jobs or self._stopping or second or self._captures):
                 self._state.wait()
             if self._stopping and not self._jobs:
                 return False
@@ -266,10 +269,9 @@ class Scheduler:
                 batch = job.choice.make_batch(self.pair, self.config)
             own = {"streamed": False, "by_step": not job.detailed, "salt": job.key, **job.options, **job.choice.of_row}
             answer = batch.add(job.prompt, max_new_tokens=job.max_new_tokens, **own)
-        except BROKEN_DEVICE:
-            raise
         except Exception as error:
             LOG.exception("an answer could not be started")
+            self._check_device()
             self._end(job, None, "memory" if isinstance(error, torch.OutOfMemoryError) else "error")
             return
         if not job.background:
@@ -280,14 +282,17 @@ class Scheduler:
         """One pass of one batch; answers of a batch that fails are lost, and the server goes on."""
         try:
             return self._batches[key].step(crowded=len(self._batches) > 1)
-        except BROKEN_DEVICE:
-            raise
         except Exception as error:
             LOG.exception("a batch failed")
+            self._check_device()
             failure: Failure = "memory" if isinstance(error, torch.OutOfMemoryError) else "error"
             for answer in [answer for answer, job in self._jobs.items() if job.choice.key == key]:
                 self._end(self._jobs.pop(answer), answer, failure)
             return []
+
+    def _check_device(self) -> None:
+        """Raise if the device runs nothing more, as after an illegal access: then no other batch can go on."""
+        torch.ones(1, device=self.pair.target.device).cpu()
 
     def _turn(self, key: RowRules | RuleChoice) -> None:
         """One pass of one batch: tell its jobs what is new."""
