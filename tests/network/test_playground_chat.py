@@ -114,7 +114,8 @@ def test_stop_cancels_on_the_server(opened: Browser, server: Server) -> None:
     where = opened.run(place.replace("{}'", "stop'"))
     opened.point("#stop", click=True)
     opened.wait("state.running === null")
-    assert opened.run(place.replace("{}'", "send'")) == where  # one takes the other's place
+    now = opened.run(place.replace("{}'", "send'"))
+    assert now == pytest.approx(where, abs=1)  # one takes the other's place, but for the rounding of a scrolled page
     server.wait_until_idle()
     assert server.metric("generations_total", finish="cancelled") == before + 1
     (card,) = cards(opened)
