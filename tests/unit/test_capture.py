@@ -15,6 +15,7 @@ import torch
 from conftest import tiny_head, tiny_model
 from proposals import ARBITRARY, answers_between_captures, prompts_of, requests_of
 from selfjudge.decoding import capture
+from selfjudge.decoding.batch_gamma import BatchGamma
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.cycle import CycleSize, find_cycle, is_captured
 from selfjudge.decoding.gamma import STATIC_CHOICES, PairStatistics
@@ -150,10 +151,12 @@ def answer(batch: Batch) -> list[list[int]]:
 def test_a_batch_finds_what_was_captured_before_it(captures: list[int], gamma: Gamma, pair: Pair) -> None:
     alone = answer(Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="reference"))
     batch = Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="cuda")
-    gammas = len(STATIC_CHOICES) + 1 if gamma == "auto" else 1
+    gammas, timed = (len(STATIC_CHOICES) + 1, 2) if gamma == "auto" else (1, 0)
     shares: list[float] = []
     assert not batch.capture(0.0, shares.append)
-    assert (captures, shares) == ([1], [1 / (3 * gammas)])  # at least one at a time
+    assert not batch.capture(0.0, shares.append)
+    both = [1 / (1 + 3 * gammas + timed), 1 / (3 * gammas + timed)]  # passes over prompts; a cycle
+    assert (captures, shares) == ([1], both)  # at least one at a time
     assert batch.capture(600.0)
     assert sorted(set(captures)) == [1, 2, 3]
     assert len(captures) == 3 * gammas
@@ -196,6 +199,57 @@ def test_no_more_is_captured_than_an_engine_keeps(monkeypatch: pytest.MonkeyPatc
     assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(1, CycleSize(2)), (2, CycleSize(2))]
     capture_cycles(engines, EXACT, 1, map(CycleSize, (2,)))
     assert capture.list_uncaptured(engines, EXACT, 5, 2, PairStatistics()) == [(2, CycleSize(2))]
+
+
+def test_what_reads_prompts_keeps_its_cache_and_graphs() -> None:
+    """Prompts of other sizes let a small cache grow, and a large one is made beside it."""
+    engine = CudaEngine(TARGET)
+
+    def read(rows: int, length: int) -> CudaEngine:
+        aside = engine.aside(rows, length)
+        aside.reserve(rows, length)
+        engine.keep_aside(aside)
+        return aside
+
+    first = read(4, 200)
+    assert read(1, 500) is first
+    version = first.version
+    assert all(read(*size) is first for size in ((2, 100), (4, 500), (3, 400)))
+    assert (first.version, len(first.lengths), first.rows_held(500)) == (version, 3, 4)
+    large = read(64, 500)
+    assert large is not first
+    assert read(1, 30) in (first, large)
+    assert (first.version, read(4, 500).version) == (version, version)
+    beside = {read(n, 700) for n in (70, 90, 110, 130)}
+    assert len(engine.asides) == cuda_engine.ASIDES >= len(beside)
+
+
+def test_passes_over_usual_prompts_are_captured_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, shapes = make_engines(), []
+    monkeypatch.setattr(CudaEngine, "prefill", lambda self, tokens, counts: shapes.append(tuple(tokens.shape)))
+    capture.capture_prompts(engines, 5, 200)
+    assert sorted(set(shapes)) == [(1, 64), (1, 128), (2, 64), (2, 128), (4, 64), (4, 128)]
+    assert len(shapes) == 2 * len(set(shapes))
+    assert engines.has_asides
+    assert engines.aside(4, 128).target.rows_held(128) == 5  # what was captured is found by prompts of these sizes
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_server_does_not_time_cycles_again_while_it_answers(served: bool, captures: list[int]) -> None:
+    engines = make_engines()
+    engines.reserve(4, 60)
+    statistics = find_statistics(engines)
+    chooser = BatchGamma(engines, EXACT, 5, statistics=statistics, served=served)
+    chooser.time_choices(2, statistics.costs)
+    made = len(captures)
+    statistics.costs.stale = True  # cycles took other times than the table says
+    chooser.time_choices(4, statistics.costs)
+    assert set(statistics.costs.cycles) == ({2, 4} if served else {4})
+    statistics.costs.stale = True
+    chooser.time_choices(4, statistics.costs)
+    assert statistics.costs.stale is False
+    assert len(captures) == 2 * made  # graphs are kept
+    assert chooser.list_untimed(9) == ([1, 8] if served else [1, 2, 8])
 
 
 class FakeDevice:

@@ -16,6 +16,7 @@ from selfjudge.decoding.admission import AdmissionQueue
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine import draft as drafts
+from selfjudge.engine import select
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
@@ -131,6 +132,7 @@ def test_a_head_that_has_read_prompts_of_one_token_sees_nothing_of_them(kind: st
 
 
 def test_a_head_that_the_engine_cannot_run_is_refused() -> None:
+    select._warn_once.cache_clear()  # the warning comes once
     target = tiny_model(seed=1, hidden_size=24, num_attention_heads=4, num_key_value_heads=4)
     head = tiny_head(target)
     with pytest.raises(SelfJudgeError, match="the cpu engine cannot run this head: its heads are 6 wide"):

@@ -324,7 +324,7 @@ def test_prompts_are_read_aside_in_caches_of_their_length() -> None:
     used.reserve(2, 590)
     group = prefill_module.PrefillGroup([(0, Request(prompt_of(20), 500))], torch.device("cpu"))
     for aside in (True, False):
-        group.begin(used.aside(), 3, aside=aside)
+        group.begin(used if aside else used.aside(), 3, aside=aside)
         sizes.append(group.engines.target.rows_held(500))
     assert sizes == [0, 1]
 

@@ -42,6 +42,7 @@ class BatchGamma:
     trace: bool = False
     controller: GammaController | None = None  # of cycles whose rows all leave γ open
     statistics: PairStatistics | None = None  # what γ is chosen by; None where it is `most` for all rows
+    served: bool = False  # whether rows enter as others leave, and the host has more to do
     policies: dict[tuple[str, int], RequestGamma] = field(default_factory=dict)  # of rows, by their rules
 
     def __post_init__(self) -> None:
@@ -100,10 +101,16 @@ class BatchGamma:
         for i, policy in policies.items():
             rows.gamma[i] = min(self.most, chosen[policy])
 
+    def list_untimed(self, most: int) -> list[int]:
+        """The numbers of rows up to so many that are timed and that the table lacks: what batches shrink to."""
+        assert self.statistics is not None
+        return [rows for rows in (1 << n for n in range(most.bit_length())) if rows not in self.statistics.costs.cycles]
+
     def time_choices(self, rows: int, costs: CostTable) -> None:
         """Before the first cycle of so many rows, capture and time every γ where the table lacks them.
         Where it knows them, a γ is captured when it first runs: what may never run is not worth its capture."""
-        usual = rows & (rows - 1) == 0  # what batches shrink to is measured, others estimated
+        usual = rows & (rows - 1) == 0  # others are estimated
+        costs.stale &= not self.served  # a busy host slows cycles down, and nobody shall wait for a new table
         if (rows in costs.cycles or not usual) and costs.covers(rows):
             return
         say_measuring()

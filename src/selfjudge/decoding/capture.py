@@ -16,6 +16,8 @@ from selfjudge.engine.base import RowCache
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.types import Gamma
 
+PROMPT_ROWS, PROMPT_TOKENS = 16, 512  # of the largest pass over prompts that is captured before any is read
+
 
 def capture_cycles(
     engines: BatchEngines, rule: AcceptanceRule, rows: int, sizes: Iterable[CycleSize], *, trace: bool = False
@@ -32,6 +34,20 @@ def capture_cycles(
                 cycle.capture()
             cycles.append(cycle)
     return cycles
+
+
+def capture_prompts(engines: BatchEngines, rows: int, length: int) -> None:
+    """Let the engines that read prompts beside a batch of so many rows capture passes of the usual shapes."""
+    rows, length = min(rows, PROMPT_ROWS), min(length, PROMPT_TOKENS)
+    aside = engines.aside(rows, length)
+    for size in (1 << n for n in range(rows.bit_length())):
+        for width in (64 << n for n in range((length // 64).bit_length())):
+            tokens = torch.zeros(size, width, dtype=torch.long, device=aside.target.device)
+            for _ in range(2):  # a shape is captured when it recurs
+                aside.reserve(rows, length)
+                aside.reserve(size, width)
+                aside.target.prefill(tokens, torch.full((size,), width, device=tokens.device))
+    engines.keep_aside(aside)
 
 
 def list_uncaptured(

@@ -22,7 +22,7 @@ from selfjudge.decoding.costs import CostTable, say_measuring
 from selfjudge.decoding.cycle import GUARDS, ROW_STATE, Cycle, CycleSize, Packed, PhaseTimer, find_cycle
 from selfjudge.decoding.edits import apply_edits
 from selfjudge.decoding.gamma import MAX_AUTO_GAMMA, GammaController, PairStatistics, RequestGamma
-from selfjudge.decoding.guards import GuardedBlock, Guards
+from selfjudge.decoding.guards import NEVER, GuardedBlock, Guards
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules, find_level, list_settings
@@ -72,7 +72,8 @@ def decode(
         measure_costs(engines, len(requests), queue)
     if not gamma:
         engines = replace(engines, draft=None)
-    chooser = BatchGamma(engines, rule, int(gamma), trace, controller, statistics)
+    served = queue is not None and not queue.patient
+    chooser = BatchGamma(engines, rule, int(gamma), trace, controller, statistics, served)
     batch = _LiveBatch(engines, rule, int(gamma), eos_ids, trace, chooser)
     queue, first = batch.begin(requests, queue)
     yield from first
@@ -266,7 +267,8 @@ class _LiveBatch:
             block = Block(none, output.logits, output.hidden, uniforms=row_uniforms, settings=settings)
             verdict = rule(block)
         first = torch.cat([verdict.next_token, verdict.next_token.new_zeros(idle)])
-        if (guards := self.rule.guards) is not None:
+        state[:, GUARDS][:, 0] = NEVER
+        if (guards := self.rule.guards) is not None and any(rule.guards for rule in rules):
             both = zip(rules, group.requests, strict=True)
             begun = [(r.guards or Guards()).begin([request.structured], group.device) for r, request in both]
             entering = GuardedBlock(guards, torch.cat(begun), none)

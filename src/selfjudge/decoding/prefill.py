@@ -19,6 +19,7 @@ from selfjudge.types import Emission
 
 START_TOKENS = 2048  # tokens of a row in the static caches of a queue, before it asks for more
 WAIT_CYCLES, WAIT_SHARE = 4, 16  # see `admit`
+EARLY_TOKENS = 256  # static engines store shorter prompts with their answers: others hardly wait for them
 CHUNKS_ALONE = 4  # chunks in one pass while no other rows are decoded; requests that arrive meanwhile wait for it
 
 
@@ -53,13 +54,15 @@ class PrefillGroup:
         return _left_padded([request.prompt[-self.width :] for request in self.requests], self.device)[0]
 
     def begin(self, engines: BatchEngines, step_tokens: int, *, aside: bool = False) -> None:
-        """Take engines; a row may have `step_tokens` beyond its own. Static ones `aside` hold the prompts alone."""
-        self.begun, self.engines = True, engines
+        """Take engines, or others `aside`; a row may have `step_tokens` beyond its own. Static ones `aside` hold the
+        prompts alone."""
         room = self.longest + step_tokens
         if aside and engines.target.static:
             longest = max(len(request.prompt) for request in self.requests)
             room = min(room, 1 << (longest - 1).bit_length())  # what `CudaEngine.prefill` pads it to
-        engines.reserve(len(self), room)
+        self.engines = engines.aside(len(self), room) if aside else engines
+        self.begun = True
+        self.engines.reserve(len(self), room)
 
     def restore(self, found: Sequence[Sequence[Sequence[Tensor]]]) -> None:
         """Begin the rows of the engines with blocks that were found for them: of each row, and of each engine."""
@@ -139,6 +142,7 @@ class Prefill:
         self._held = 0  # live rows when a prompt found no memory: it is read again when one has left
         self._one_by_one = False  # whether prompts are read in their order: one has found no memory beside others
         self.histories: dict[int, _RowHistory] = {}  # of the rows in the batch, where prefixes are kept
+        self._early = EARLY_TOKENS if self.engines.target.static else 0
 
     def make_room(self, queue: AdmissionQueue, needed: int) -> bool:
         """Begin without rows, in caches for as many rows of the queue as there is memory for; False if for none.
@@ -239,7 +243,7 @@ class Prefill:
         self._passed_over = group is not self.groups[0]
         try:
             if not group.begun:
-                group.begin(self.engines.aside(), self.step_tokens, aside=True)
+                group.begin(self.engines, self.step_tokens, aside=True)
                 group.postpones = self.postpones(alive)
                 group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
             group.read(chunk if len(group) == 1 else group.width)
@@ -298,7 +302,7 @@ class Prefill:
         places = zip(rows.index.tolist(), rows.finished.tolist(), strict=True) if self.histories else ()
         for place, (number, ended) in enumerate(places):
             row = self.histories.get(number)
-            if row is not None and (ended or not row.stored):
+            if row is not None and (ended or not (row.stored or len(row.tokens) < self._early)):
                 row.stored = True
                 self.engines.store_blocks(place, row.tokens, row.salt, (len(row.tokens) - 1, row.drafted))
                 if ended:

@@ -13,7 +13,8 @@ from typing import Any, TypedDict, Unpack, cast, overload
 
 from selfjudge.decoding.admission import AdmissionQueue, Request, check_gamma, count_longest, limit_request, read_ids
 from selfjudge.decoding.answer import Answer
-from selfjudge.decoding.capture import capture_cycles, list_sizes, list_uncaptured
+from selfjudge.decoding.batch_gamma import BatchGamma
+from selfjudge.decoding.capture import capture_cycles, capture_prompts, list_sizes, list_uncaptured
 from selfjudge.decoding.cycle import CAPTURED_CYCLES
 from selfjudge.decoding.edits import RowEdits
 from selfjudge.decoding.gamma import MAX_AUTO_GAMMA
@@ -344,13 +345,19 @@ class Decoding:
             if not prefill.make_room(AdmissionQueue(rows, length), 1):
                 return True
             engines.reserve(rows := prefill.rows, prefill.length + most + 1)
-            left = [
-                (rule, *shape)
+            left: list[Callable[[], object]] = []
+            if not engines.has_asides:
+                left.append(partial(capture_prompts, engines, rows, prefill.length))
+            left += [
+                partial(capture_cycles, engines, rule, n, [size], trace=self.trace)
                 for rule in rules
-                for shape in list_uncaptured(engines, rule, rows, self.gamma, statistics, trace=self.trace)
+                for n, size in list_uncaptured(engines, rule, rows, self.gamma, statistics, trace=self.trace)
             ][:CAPTURED_CYCLES]
-            for done, (rule, n, size) in enumerate(left, 1):
-                capture_cycles(engines, rule, n, [size], trace=self.trace)
+            if self.gamma == "auto" and EXACT in rules:
+                choice = BatchGamma(engines, self.rows_rule, most, self.trace, statistics=statistics)
+                left += [partial(choice.time_choices, n, statistics.costs) for n in choice.list_untimed(rows)]
+            for done, act in enumerate(left, 1):
+                act()
                 notify(done / len(left))
                 if time.perf_counter() >= end:
                     return done == len(left)

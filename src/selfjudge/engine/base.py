@@ -58,8 +58,8 @@ class RowCache(Protocol):
         """Free the cache, and all graphs that were captured with it."""
         self.reserve(0, 0)
 
-    def aside(self) -> Self:
-        """Return the same weights with an empty cache, for prompts whose rows will `join` this one."""
+    def aside(self, rows: int = 0, length: int = 0) -> Self:
+        """The same weights with an empty cache, for so many prompts of this length, whose rows will `join` this one."""
         other = copy.copy(self)
         other.reserve(0, 0)
         return other

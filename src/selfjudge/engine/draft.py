@@ -187,8 +187,8 @@ class ModelDraft(Drafter):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, Backlog(engine.device))
 
-    def aside(self) -> Self:
-        return type(self)(self.engine.aside())
+    def aside(self, rows: int = 0, length: int = 0) -> Self:
+        return type(self)(self.engine.aside(rows, length))
 
     def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         self.engine.prefill(tokens, counts)
@@ -235,8 +235,8 @@ class EagleDraft(Drafter):
         super().reserve(batch, length)
         self._begun = False
 
-    def aside(self) -> Self:
-        return type(self)(self.engine.aside(), self.features, self.backlog.states.dtype)
+    def aside(self, rows: int = 0, length: int = 0) -> Self:
+        return type(self)(self.engine.aside(rows, length), self.features, self.backlog.states.dtype)
 
     def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         """A prompt's first token makes no entry: there is no state before it. Its last state waits for the answer."""
@@ -383,9 +383,20 @@ class BatchEngines:
         for cache in self.caches:
             cache.reserve(rows, length)
 
-    def aside(self) -> BatchEngines:
-        """Return the same weights with empty caches, for prompts whose rows will `join` these."""
-        return BatchEngines(self.target.aside(), self.draft and self.draft.aside(), self.kept, self.shape)
+    def aside(self, rows: int = 0, length: int = 0) -> BatchEngines:
+        """The same weights with empty caches, for so many prompts of this length, whose rows will `join` these."""
+        draft = self.draft and self.draft.aside(rows, length)
+        return BatchEngines(self.target.aside(rows, length), draft, self.kept, self.shape)
+
+    @property
+    def has_asides(self) -> bool:
+        """Whether all static engines have others that have read prompts for them."""
+        return all(engine.asides for engine in self.static_engines)
+
+    def keep_aside(self, other: BatchEngines) -> None:
+        """Let the next prompts be read by static engines that `aside` made."""
+        for engine, others in zip(self.static_engines, other.static_engines, strict=True):
+            engine.keep_aside(others)
 
     def join(self, other: BatchEngines, idle: int) -> None:
         """Append the rows of `other`, which `aside` made, and then `idle` empty rows."""

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import gc
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +34,8 @@ from selfjudge.ops import has_triton
 PREFILLS = 32  # shapes of prompts that are kept as graphs, at most
 CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are captured as a graph when their shape recurs
 SLOTS = 256  # cache lengths are multiples of this, so that the next batch is likely to fit into the same cache
-ASIDES = 2  # engines made by `aside` that are kept with their cache and graphs
+ASIDES = 3  # engines made by `aside` that are kept with their cache and graphs
+ASIDE_TOKENS = 16384  # up to here the cache of such an engine only grows: with another one it has no graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 WIDEST_HEAD = 256  # columns of a head that the kernels can hold
 
@@ -81,6 +83,7 @@ class CudaEngine(Engine):
 
     static = copies_blocks = True
     version = 0
+    _is_aside = False
 
     def __init__(
         self, model: PreTrainedModel | LoadedModel, *, hidden: bool = False, features: tuple[int, ...] = ()
@@ -99,7 +102,7 @@ class CudaEngine(Engine):
         self.slots = 0
         self.version = 0
         self.captured_cycles = {}
-        self._asides: list[Self] = []  # engines whose rows have joined: the next prompts reuse their graphs
+        self.asides: list[Self] = []  # engines whose rows have joined: the next prompts reuse their graphs
         self._graphs: WeakSet[Any] = WeakSet()  # those that are there share memory: they never run at the same time
         self._prefills: dict[Hashable, _Prefill | None] = {}  # of shapes of prompts; None: seen once
         self.lengths = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
@@ -122,12 +125,13 @@ class CudaEngine(Engine):
             self.use_rows(batch)
             self.lengths.zero_()
             return
+        held, slots = (self._is_aside and self._grow(batch, length)) or (batch, slots)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # a cycle in flight may read what is freed
         self.release()  # the old cache is freed before the new one is allocated
-        shape = (2, len(w.layers), batch, w.kv_heads, slots, w.dim)
+        shape = (2, len(w.layers), held, w.kv_heads, slots, w.dim)
         self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self._lengths = torch.zeros(held, dtype=torch.long, device=self.device)
         self._rotary = list(zip(*w.shape.rotary_tables(w.rotary, slots, w.dim, self.device), strict=True))
         self.slots = slots  # last: without memory for all of it there is no cache
         self.use_rows(batch)
@@ -161,10 +165,15 @@ class CudaEngine(Engine):
 
     def trim(self, *, cycles: bool = False) -> None:
         """Free what is kept for the next prompts, and the captured `cycles`."""
-        self._asides.clear()
+        self.asides.clear()
         if cycles:
             self.captured_cycles.clear()
             self._prefills.clear()
+
+    def _grow(self, rows: int, length: int) -> tuple[int, int] | None:
+        """Rows and slots of a cache for what this one holds and for these rows, if that is little."""
+        grown = max(rows, len(self._lengths)), max(_count_slots(length), self.slots)
+        return grown if math.prod(grown) <= ASIDE_TOKENS else None
 
     def release(self) -> None:
         version = self.version
@@ -221,11 +230,16 @@ class CudaEngine(Engine):
         self.rewind(tokens.shape[1] - counts)
         return output
 
-    def aside(self) -> Self:
-        if self._asides:
-            return self._asides.pop()
+    def aside(self, rows: int = 0, length: int = 0) -> Self:
+        oldest = self.asides[:1] if len(self.asides) >= ASIDES else []
+        fitting = [other for other in self.asides if other.rows_held(length) >= rows]
+        growing = [other for other in self.asides if other._grow(rows, length)]
+        for other in fitting or growing or oldest:
+            self.asides.remove(other)
+            return other
         other = copy.copy(self)
         other._reset()
+        other._is_aside = True
         return other
 
     @torch.no_grad()
@@ -236,8 +250,12 @@ class CudaEngine(Engine):
         self.lengths[there:].zero_()
         self.lengths[there : there + new] = other.lengths
         self._cache[:, :, there : there + new, :, :slots] = other._cache[:, :, :new, :, :slots]
-        if len(self._asides) < ASIDES:
-            self._asides.append(other)
+        self.keep_aside(other)
+
+    def keep_aside(self, other: Self) -> None:
+        """Let the next prompts be read by `other`, which `aside` made."""
+        if len(self.asides) < ASIDES:
+            self.asides.append(other)
 
     def copy_block(self, row: int, start: int, stop: int) -> Tensor:
         return self._cache[:, :, row, :, start:stop].clone(memory_format=torch.contiguous_format)
