@@ -15,8 +15,7 @@ from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
-from selfjudge.engine import draft as drafts
-from selfjudge.engine import select
+from selfjudge.engine import draft as drafts, select
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError

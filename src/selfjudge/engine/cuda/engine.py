@@ -234,7 +234,8 @@ class CudaEngine(Engine):
         oldest = self.asides[:1] if len(self.asides) >= ASIDES else []
         fitting = [other for other in self.asides if other.rows_held(length) >= rows]
         growing = [other for other in self.asides if other._grow(rows, length)]
-        for other in fitting or growing or oldest:
+        if kept := fitting or growing or oldest:
+            other = min(kept, key=lambda one: one.cache_bytes)  # the same for the same prompts: it has their graph
             self.asides.remove(other)
             return other
         other = copy.copy(self)
