@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from selfjudge import AsyncBatch, Judge, Pair, Sampling, SelfJudgeError, generate, stream
+from selfjudge import AsyncBatch, Judge, Margin, Pair, RuleRequest, Sampling, SelfJudgeError, generate, stream
 from selfjudge.decoding.rules import Exact
 from selfjudge.decoding.text import Batch, share_rules
 from selfjudge.evaluate import EvalConfig, evaluate_rules
+from selfjudge.integrations.server.rules import Rules
 from selfjudge.label import LabelConfig, label_pair
 from selfjudge.train import train_judge
 
@@ -102,6 +103,31 @@ def test_an_answer_of_a_batch_may_name_its_rule(tiny_pair: Pair) -> None:
         batch.step()
     assert "judge" in answers[0].origins
     assert "judge" not in answers[1].origins
+
+
+def test_a_relaxed_rule_without_drafts_is_said_to_be_plain_decoding(tiny_pair: Pair) -> None:
+    """Not refused: γ = auto may choose 0, and the answer is asked for again with the γ that it names."""
+    plain = generate(tiny_pair, "w1", gamma=0, max_new_tokens=9)
+    for rule in ("margin:9", Margin(9.0)):
+        with pytest.warns(UserWarning, match="plain decoding: there are no drafts for rule 'margin'"):
+            assert generate(tiny_pair, "w1", rule, gamma=0, max_new_tokens=9).tokens == plain.tokens
+    batch = Batch(tiny_pair, gamma=2, shared=share_rules(tiny_pair))
+    with pytest.warns(UserWarning, match="no drafts for rule 'margin'"):
+        batch.add([5, 6], rule="margin:9", gamma=0)
+    batch.close()
+
+
+@pytest.mark.parametrize("own", ["exact", "margin:9"])
+def test_a_server_decodes_plainly_only_where_nothing_else_is_asked_for(tiny_pair: Pair, own: str) -> None:
+    rules = Rules(tiny_pair, None, RuleRequest(own))
+    for sampling in (None, Sampling(0.7)) if own == "exact" else (None,):
+        choice = rules.choose(RuleRequest(gamma=0), sampling)
+        assert (choice.rule.lossless, choice.gamma, choice.rule.sampling) == (True, 0, sampling)
+    for asked in (RuleRequest("margin:1", gamma=0), RuleRequest("topk", gamma=0)):
+        with pytest.raises(SelfJudgeError, match="needs drafts: name another `gamma` than 0, or rule exact"):
+            rules.choose(asked)
+    with pytest.raises(SelfJudgeError, match="needs drafts"):
+        Rules(tiny_pair, None, RuleRequest("margin:9", gamma=0)).choose()
 
 
 @cases(DECODING, PROMPT)

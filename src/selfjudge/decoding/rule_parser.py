@@ -205,6 +205,8 @@ class RuleRequest:
         in its place gives a rule to check, not to decode with, and needs no torch."""
         request = self.named(sampling)
         kind, values = request.kind, request._values
+        if self.gamma == 0 and not kind.lossless:
+            raise SelfJudgeError(f"rule {kind.name!r} needs drafts: name another `gamma` than 0, or rule exact")
         judge = request._choose_judge(pair, judge)
         if sampling is not None and not (_takes(kind, "sampling") or _takes(kind, "base")):
             raise SelfJudgeError(f"rule {kind.name!r} is greedy: `temperature` goes with sampling, judged or sglang")

@@ -302,7 +302,7 @@ class Decoding:
         if gamma is None and seeded and self.rule.sampling is not None:
             gamma = max(default_gamma(pair.target.device.type), self.rule.matches_needed + 1)
         self.gamma: Gamma = "auto" if gamma is None else gamma
-        check_gamma(self.gamma)
+        _check_gamma(self.gamma, self.rule)
         self.engines = PairEngines(pair, engine, drafts=shared is not None or self.gamma != 0)
         self.most = SHARED_GAMMA if pair.draft is not None else 0  # drafts that an answer with shared rules may have
 
@@ -320,7 +320,7 @@ class Decoding:
             rule = RuleRequest(rule).resolve(self.pair, self.shared.judge)
         own = self.rule if rule is None else _guard(rule, self.pair, constrained)
         gamma = self.gamma if gamma is None else gamma
-        check_gamma(gamma)
+        _check_gamma(gamma, own)
         if not shares(self.shared, own, gamma):
             raise SelfJudgeError(f"rule {own.name!r} with γ = {gamma} needs a batch of its own")
         if isinstance(gamma, int):
@@ -446,6 +446,14 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
         if answer.finish == "stop":
             dropped.add(emission.row)
     return output
+
+
+def _check_gamma(gamma: Gamma, rule: AcceptanceRule) -> None:
+    """Refuse a γ that no cycle can have. γ = 0 with a relaxed rule gives a warning only: `auto` may have chosen it for
+    an answer that is asked for again."""
+    check_gamma(gamma)
+    if gamma == 0 and not rule.lossless:
+        warnings.warn(f"γ = 0 is plain decoding: there are no drafts for rule {rule.name!r}", stacklevel=4)
 
 
 def _guard(rule: AcceptanceRule, pair: Pair, constrained: bool) -> AcceptanceRule:

@@ -82,11 +82,11 @@ class Rules:
         trace: bool = False,
         seeded: bool = False,
     ) -> RuleChoice:
-        """How a request is decoded; `off` is without judge. A SelfJudgeError says what is wrong with it. A sampled
-        answer depends on γ: for a request with a seed it is a fixed number, so that the answer can be had again."""
+        """How a request is decoded; `off` is without judge, like γ = 0 alone. A SelfJudgeError says what is wrong with
+        it. A sampled answer depends on γ: for a request with a seed it is fixed, so that the answer can be had again."""
         if off and not asked.is_open:
             raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta`, `quality` and `price`")
-        if off or (self.refuted and asked.is_open):
+        if off or (asked.is_open and (self.refuted or asked.gamma == 0)):
             asked = replace(asked, rule="exact")
         return self._resolve(asked, sampling, trace, seeded)
 
