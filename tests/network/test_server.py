@@ -78,7 +78,7 @@ def expected(pair: Pair, judge: Judge, prompt: str, how: dict[str, Any], **optio
     """What `generate` says, by the field `selfjudge` of the request."""
     how = dict(how)
     gamma = how.pop("gamma", 3)
-    name = "exact" if how.get("off") or how == {} and gamma == 0 else how.get("rule", "judged")
+    name = "exact" if how.get("off") or (how == {} and gamma == 0) else how.get("rule", "judged")
     rule = RuleRequest(name, theta=how.get("theta"), quality=how.get("quality")).resolve(pair, judge)
     return generate(pair, [prompt], rule, gamma=gamma, max_new_tokens=options.pop("max_new_tokens", 40), **options)[0]
 

@@ -42,6 +42,8 @@ class PairEngines:
         self.target, self.draft = pair.target_model, pair.draft_model if drafts and pair.draft is not None else None
         self.kind = kind
         self.prefixes: PrefixStore | None = None
+        if kind != "auto":
+            choose_kind(self.target, int8=self.target.int8, kind=kind)  # refuses what it cannot run
         if kind == "auto" and self.draft is not None and self.target.device.type == "cuda":
             reason = _why_not(self.target, "cuda") or _why_not(self.draft, "cuda")
             if reason is not None:
