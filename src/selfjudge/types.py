@@ -108,6 +108,12 @@ def check_settings(config: Any, prefix: str = "") -> None:
                 _check_value(name, value, kind, f)
 
 
+def check_config(config: Any, kind: type) -> None:
+    """Refuse a config of another type, such as a dict, or what it refuses itself."""
+    expect(isinstance(config, kind), "config", f"a {kind.__name__}", config)
+    config.check()
+
+
 KINDS: dict[str, Any] = {"int": Integral, "float": Real, "float | str": (Real, str), "bool": bool, "str": str}
 """Types of fields, by their names."""
 WORDS = {Integral: "a whole number", bool: "True or False", str: "text"}

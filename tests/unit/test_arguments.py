@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from selfjudge import AsyncBatch, Judge, Margin, Pair, RuleRequest, Sampling, SelfJudgeError, generate, stream
 from selfjudge.decoding.rules import Exact
 from selfjudge.decoding.text import Batch, share_rules
+from selfjudge.distill.pipeline import distill_draft
 from selfjudge.evaluate import EvalConfig, evaluate_rules
+from selfjudge.evaluate.pipeline import reproduce_paper
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.label import LabelConfig, label_pair
 from selfjudge.train import train_judge
+from selfjudge.tune import tune_pair
 
 DECODING = {
     "rule": [5, ["exact"], Exact], "sampling": [0.7, "0.7", {"temperature": 1}], "judge": [5, True], "theta": [[1], True], "quality": ["0.9"],
@@ -138,6 +142,20 @@ def test_a_task_that_asks_for_what_is_none_harms_no_other(tiny_pair: Pair, name:
             assert (await other).tokens == generate(tiny_pair, "w1 w2", gamma=2, max_new_tokens=20).tokens
 
     asyncio.run(test())
+
+
+def test_a_config_that_is_a_dict(tiny_pair: Pair, tmp_path: Path) -> None:
+    calls: list[Callable[[Any], object]] = [
+        lambda config: label_pair(tiny_pair, tmp_path / "out", config),
+        lambda config: train_judge([tmp_path], tmp_path / "out", config),
+        lambda config: evaluate_rules(tiny_pair, tmp_path / "out", config),
+        lambda config: reproduce_paper(tiny_pair, tmp_path / "out", config),
+        lambda config: tune_pair(tiny_pair, tmp_path / "out", config),
+        lambda config: distill_draft(tiny_pair, tmp_path / "out", config),
+    ]
+    for call in calls:
+        with pytest.raises(SelfJudgeError, match=r"`config` must be a \w+Config, not {'seed': 1}"):
+            call({"seed": 1})
 
 
 @pytest.mark.parametrize("raw", [False, True])

@@ -25,7 +25,7 @@ from selfjudge.models.pull import served_reference
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, fill_template, read_tensors, write_tensors, write_text
 from selfjudge.store.schema import conform
-from selfjudge.types import Notify, ignore
+from selfjudge.types import Notify, check_config, ignore
 
 
 def distill_draft(
@@ -34,7 +34,7 @@ def distill_draft(
     """Make a draft for `pair.target` in the folder `out`; what `run.json` says. Goes on where an earlier call ended.
     A finished run returns at once, unless more minutes or steps of training are wanted than it had."""
     config = config or DistillConfig()
-    config.check()
+    check_config(config, DistillConfig)
     pair.target_model.check_full_precision()
     if config.kind == "eagle3":
         decoder_layers(pair.target)  # refuses a target whose states cannot be read

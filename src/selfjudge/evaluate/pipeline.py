@@ -38,7 +38,7 @@ from selfjudge.store import RunFolder, keep_settings, provenance, read_json, wri
 from selfjudge.store.schema import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
-from selfjudge.types import Notify, Warn, default_gamma, ignore, prefix_stages
+from selfjudge.types import Notify, Warn, check_config, default_gamma, ignore, prefix_stages
 
 FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")  # rules that need no judge
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
@@ -59,7 +59,7 @@ def evaluate_rules(
 ) -> list[dict[str, Any]]:
     """Run what is not yet done in the folder `out`; returns the summaries of all runs of `config`, in order. `judges`
     are given by name; None means the pair's own. Models run in this process unless an `answerer` is given."""
-    config.check()
+    check_config(config, EvalConfig)
     tasks = load_examples(config)
     answerer = answerer or TorchAnswerer(pair)
     config = replace(
@@ -191,7 +191,7 @@ def reproduce_paper(
     """Run the stages that are not yet finished below `out`; returns the report's tables."""
     from selfjudge.report.page import report
 
-    config.check()
+    check_config(config, ReproduceConfig)
     preset, out = config.choose_preset(), Path(out)
     settings = config.evaluation
     load_examples(settings)  # missing data is found before hours of labelling

@@ -30,7 +30,7 @@ from selfjudge.prompts.sources import Source
 from selfjudge.store import RunFolder, read_rows, sha256, write_rows
 from selfjudge.store.schema import CalibrationSeal, LabelPrompt, LabelShard, PromptsSeal, Response
 from selfjudge.tasks import load_task
-from selfjudge.types import Notify, Tell, Warn, ignore
+from selfjudge.types import Notify, Tell, Warn, check_config, ignore
 
 SHARD = 64  # responses
 CONTINUATIONS = {"cuda": 16384}  # of a shard of consequences, by device
@@ -75,7 +75,7 @@ def label_pair(
 ) -> dict[str, Any]:
     """Label into the folder `out`; returns its manifest. With `resume`, a run begun in `out` goes on."""
     config, out, data = config or LabelConfig(), Path(out), None if data is None else Path(data)
-    config.check()
+    check_config(config, LabelConfig)
     if pair.draft is None and pair.draft_id:
         raise SelfJudgeError(f"labels by vLLM need a `draft` that is a model, and {pair.draft_id} is a head")
     if pair.draft is None:

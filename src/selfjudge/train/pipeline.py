@@ -27,7 +27,7 @@ from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 from selfjudge.train.dataset import PARTS, Chunk, LabelledRows
 from selfjudge.train.holdout import Evidence, compute_quality_curve, find_thresholds, roc_auc, write_card
-from selfjudge.types import Notify, ignore
+from selfjudge.types import Notify, check_config, ignore
 
 GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))
 LOOSE = 100.0  # C of the margin: a single column needs no regularisation
@@ -45,7 +45,7 @@ def train_judge(
 ) -> dict[str, Any]:
     """Train a judge on finished label folders of one target and write its folder; returns its `config.json`."""
     config = config or TrainConfig()
-    config.check()
+    check_config(config, TrainConfig)
     config, out = config.resolve(), Path(out)
     paths = [Path(folder) for folder in ([folders] if isinstance(folders, Path | str) else folders)]
     refuse_foreign(out, LEFT_BY_A_KILL)

@@ -39,7 +39,7 @@ from selfjudge.tune.monitor import describe_scope, measure_answer
 from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, SIGNATURE, Recipe, make_recipe, seal_recipe, sign
 from selfjudge.tune.trials import DIGITS, LoadOutcome, RuleTrial, TuneResult, Tuning
 from selfjudge.tune.verify import CERTIFICATE, count_changes, describe_bet, describe_certified, pack
-from selfjudge.types import Notify, Warn, ignore
+from selfjudge.types import Notify, Warn, check_config, ignore
 
 ATTEMPT = "attempt"  # the part of a folder that says which attempt of the ledger it is
 SAME = ("prompts_sha256", "similar", "max_new_tokens", "batch", "engine", "dtype", "draft_dtype")
@@ -60,7 +60,7 @@ def tune_pair(
     of the judged rules; the one that ships for the pair if not given. The models run in this process, unless an
     `answerer` is handed in. `warn` is also told before the run what so many prompts can certify. A finished run returns
     at once, unless its time was up and there is more now, or its speeds were not reliable."""
-    config.check()
+    check_config(config, TuneConfig)
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
     folder.claim()
     remarks: list[str] = []  # not to be made about what is refused

@@ -83,7 +83,7 @@ class Rules:
         seeded: bool = False,
     ) -> RuleChoice:
         """How a request is decoded; `off` is without judge, like γ = 0 alone. A SelfJudgeError says what is wrong with
-        it. A sampled answer depends on γ: it is fixed for a request with a seed, so that the answer can be had again."""
+        it. A sampled answer depends on γ: it is fixed for a request with a seed, whose answer can then be had again."""
         if off and not asked.is_open:
             raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta`, `quality` and `price`")
         if off or (asked.is_open and (self.refuted or asked.gamma == 0)):
