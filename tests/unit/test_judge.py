@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fake_judge import constant_judge
+from selfjudge import Judged, Pair, generate
+from selfjudge.decoding.text import Decoding
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
@@ -39,6 +42,20 @@ def test_a_judge_has_no_say_where_a_state_that_it_reads_is_broken(features: str)
     said = Judge(config, torch.rand(config.width))(block)[0]
     broken = [False, True, False, False] if features == "hidden" else [False, True, True, False]
     assert said.isnan().tolist() == broken
+
+
+def test_a_judge_stays_where_it_is_when_another_device_decodes_with_it(tiny_pair: Pair) -> None:
+    """A copy scores there, the same one every time: captured graphs hold its weights."""
+    judge, there = constant_judge(0.5, tiny_pair.hidden_size), torch.device("meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(tiny_pair.target), "device", there)
+        Decoding(tiny_pair, Judged(judge, 0.5), gamma=2)
+    assert judge.weight.device == torch.device("cpu")
+    copied = judge.on(there)
+    assert copied.weight.device == there
+    assert judge.on(there) is copied.on(there) is copied
+    assert judge.on(torch.device("cpu")) is judge
+    assert generate(tiny_pair, "w1 w2", Judged(judge, 0.5), gamma=2, max_new_tokens=6).tokens
 
 
 def test_a_threshold_may_be_named_by_its_quality() -> None:

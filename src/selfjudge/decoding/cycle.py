@@ -298,7 +298,7 @@ class Cycle:
         """Add the judge's scores to the block, where the rule has a judge and needs it."""
         assert self.block is not None
         if self.rule.judge is not None and self.gamma and not self.rule.settled(self.block):
-            self.block = replace(self.block, scores=self.rule.judge(self.block))
+            self.block = replace(self.block, scores=self.rule.judge.on(self.drafts.device)(self.block))
 
     def decide(self) -> None:
         """Apply the rule, and rewind both caches to what it accepts."""

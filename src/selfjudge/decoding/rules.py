@@ -415,7 +415,7 @@ class Judged(Layered):
 
     def scores(self, block: Block) -> Tensor:
         """[B, γ] P(acceptable) of each draft."""
-        return self.judge(block) if block.scores is None else block.scores
+        return self.judge.on(block.draft_tokens.device)(block) if block.scores is None else block.scores
 
     def approves(self, block: Block) -> Tensor:
         """[B, γ] judge(h at d_i) > θ; a NaN score approves nothing."""

@@ -298,7 +298,7 @@ class Decoding:
         self.shared, self.rows_rule = shared, shared or self.rule
         if (judge := self.rows_rule.judge) is not None:
             judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-            judge.to(pair.target.device)
+            judge.on(pair.target.device)  # copied before graphs are captured
         if gamma is None and seeded and self.rule.sampling is not None:
             gamma = max(default_gamma(pair.target.device.type), self.rule.matches_needed + 1)
         self.gamma: Gamma = "auto" if gamma is None else gamma

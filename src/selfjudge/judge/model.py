@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ class Judge(nn.Module):
     def __init__(self, config: JudgeConfig, weight: Tensor | None = None, bias: float | Tensor = 0.0) -> None:
         super().__init__()
         self.config = config
+        self._copies: dict[torch.device, Judge] = {}  # on other devices
         weight, bias = torch.zeros(config.width) if weight is None else weight, torch.as_tensor(bias)
         for name, tensor, shape in (("weight", weight, (config.width,)), ("bias", bias, ())):
             if tensor.shape != shape:
@@ -88,6 +90,14 @@ class Judge(nn.Module):
         if "previous" in features:
             finite = finite & before.isfinite().all(-1)
         return torch.where(finite, scores, math.nan)
+
+    def on(self, device: torch.device) -> Judge:
+        """The judge on a device: itself, or a copy, the same every time: pairs on other devices may use it, too."""
+        if device == self.weight.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = deepcopy(self).to(device)
+        return self._copies[device]
 
     def kernel_weights(self) -> JudgeWeights | None:
         """What the kernel reads; None without Triton, or where there is no kernel for this judge."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -299,7 +298,7 @@ def predict(
     device: torch.device | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """P(acceptable) and labels of the chosen rows (in no particular order with `originals`)."""
-    judge = deepcopy(judge).to(device or "cpu")  # whoever decodes with it keeps it where it is
+    judge = judge.on(device or torch.device("cpu"))
     scores, labels = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
     for x, truth in rows.chunks(chosen, judge.config.features, originals=originals, device=device):
         scores.append(judge.score(x).cpu().numpy())
