@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+import weakref
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,12 @@ from conftest import tiny_model
 from fake_judge import constant_judge
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.rules import EXACT
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.backend import join_steps, request_options
+from selfjudge.evaluate.config import RuleRun
+from selfjudge.integrations.vllm.backend import EngineStep, VllmAnswerer, join_steps, read_step, request_options
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.label.methods import compute_margins
 from selfjudge.label.score import Case
@@ -76,17 +81,53 @@ def test_lossless_rules_say_off_and_others_are_refused() -> None:
         request_options(RuleRequest("sampling").resolve(sampling=Sampling(0.5)))
 
 
+class Outputs(SimpleNamespace):
+    """What vLLM gives a request in a step; unlike tuples, it can be referred to weakly."""
+
+
+def output_of(tokens: list[int], ranks: list[int], finish: str | None = None) -> Outputs:
+    logprobs = [{token: SimpleNamespace(rank=rank)} for token, rank in zip(tokens, ranks, strict=True)]
+    return Outputs(token_ids=tokens, logprobs=logprobs, finish_reason=finish)
+
+
+def test_log_probabilities_are_dropped_as_an_answer_goes_on(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[weakref.ref[Outputs]] = []
+    alive: list[int] = []
+
+    class Engine:
+        def add_request(self, *_: Any) -> None: ...
+
+        def has_unfinished_requests(self) -> bool:
+            return len(given) < 6
+
+        def step(self) -> Iterator[SimpleNamespace]:
+            alive.append(sum(one() is not None for one in given))
+            output = output_of([5 + len(given)], [1])
+            given.append(weakref.ref(output))
+            yield SimpleNamespace(request_id="0", outputs=[output])
+
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(
+        sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=2))
+    )
+    answerer = VllmAnswerer(tiny_pair, "somewhere")
+    monkeypatch.setattr(answerer, "_engine", SimpleNamespace(sampling_params=lambda *_, **__: None))
+    monkeypatch.setattr(answerer, "_start", lambda *_: SimpleNamespace(llm_engine=Engine()))
+    (answer,), _ = answerer.answer(["w1"], RuleRun("exact", 2, EXACT), 6, [0])
+    assert answer.tokens == (5, 6, 7, 8, 9, 10)
+    assert max(alive) <= 1  # the step that was just given
+
+
 def test_steps_become_cycles_and_ranks_become_origins(tiny_pair: Pair) -> None:
-    def step(tokens: list[int], ranks: list[int], finish: str | None = None) -> SimpleNamespace:
-        logprobs = [{token: SimpleNamespace(rank=rank)} for token, rank in zip(tokens, ranks, strict=True)]
-        return SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=finish)
+    def step(tokens: list[int], ranks: list[int], finish: str | None = None, *, lossless: bool = False) -> EngineStep:
+        return read_step(output_of(tokens, ranks, finish), lossless=lossless)
 
     steps = step([5], [1]), step([6, 7, 8], [1, 4, 1]), step([], []), step([9, 2], [1, 1], "stop")
-    made = join_steps(tiny_pair, 3, steps, lossless=False)
+    made = join_steps(tiny_pair, 3, steps)
     assert made.tokens == (5, 6, 7, 8, 9, 2)
     assert made.origins == ("target", "draft", "judge", "target", "draft", "target")
     assert (made.cycles, made.finish, made.prompt_tokens) == (2, "eos", 3)
     assert made.text == "w1 w2 w3 w4 w5"
-    tied = join_steps(tiny_pair, 1, [step([6, 7], [2, 1], "length")], lossless=True)
+    tied = join_steps(tiny_pair, 1, [step([6, 7], [2, 1], "length", lossless=True)])
     assert tied.origins == ("draft", "target")  # the lower of two equal tokens is the target's choice all the same
     assert tied.finish == "length"

@@ -214,16 +214,16 @@ class VllmAnswerer(Answerer):
         encoded = self.pair.encode_many(prompts)
         eos_ids = self.pair.eos_ids
         params = [self._engine.sampling_params(ids, max_new_tokens, eos_ids, **more) for ids in encoded]
-        steps: dict[str, list[Any]] = {str(i): [] for i in range(len(encoded))}
+        steps: dict[str, list[EngineStep]] = {str(i): [] for i in range(len(encoded))}
         start = time.perf_counter()
         for name, ids, own in zip(steps, encoded, params, strict=True):
             engine.add_request(name, {"prompt_token_ids": ids}, own)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                steps[output.request_id].append(output.outputs[0])
+                steps[output.request_id].append(read_step(output.outputs[0], lossless=rule.lossless))
         total = time.perf_counter() - start
         given = zip(encoded, steps.values(), strict=True)
-        answers = [join_steps(self.pair, len(ids), own, lossless=rule.lossless) for ids, own in given]
+        answers = [join_steps(self.pair, len(ids), own) for ids, own in given]
         return answers, {**dict.fromkeys(PHASES, 0.0), "total": total}
 
     def _start(self, gamma: int, judge: Judge | None) -> Any:
@@ -241,20 +241,27 @@ class VllmAnswerer(Answerer):
         return self._engine.start(ours)
 
 
-def join_steps(pair: Pair, prompt_tokens: int, steps: Sequence[Any], *, lossless: bool) -> Generation:
-    """An answer from what an engine's steps gave: accepted drafts, and the target's own token after them."""
-    tokens: list[int] = []
-    origins: list[Origin] = []
-    for step in steps:
-        for i, token in enumerate(step.token_ids):
-            judged = not lossless and (step.logprobs[i][token].rank or 1) > 1
-            tokens.append(token)
-            origins.append("judge" if judged else "draft")
-        if step.token_ids and origins[-1] == "draft":  # a limit may cut a block after a judged draft
-            origins[-1] = "target"
+EngineStep = tuple[list[int], list[Origin], str | None]  # tokens, their origins, why the answer ended with them
+
+
+def read_step(step: Any, *, lossless: bool) -> EngineStep:
+    """What an engine's step gave: accepted drafts, and the target's own token after them. Its log-probabilities, an
+    object for each token, are not kept."""
+    tokens = list(step.token_ids)
+    ranks = [1 if lossless else step.logprobs[i][token].rank or 1 for i, token in enumerate(tokens)]
+    origins: list[Origin] = ["judge" if rank > 1 else "draft" for rank in ranks]
+    if origins and origins[-1] == "draft":  # a limit may cut a block after a judged draft
+        origins[-1] = "target"
+    return tokens, origins, step.finish_reason
+
+
+def join_steps(pair: Pair, prompt_tokens: int, steps: Sequence[EngineStep]) -> Generation:
+    """An answer from what an engine's steps gave."""
+    tokens = [token for own, _, _ in steps for token in own]
+    origins = [origin for _, own, _ in steps for origin in own]
     text = str(pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    cycles = max(0, sum(bool(step.token_ids) for step in steps) - 1)  # the first step reads the prompt
-    finish: Finish = "eos" if any(step.finish_reason == "stop" for step in steps) else "length"
+    cycles = max(0, sum(bool(own) for own, _, _ in steps) - 1)  # the first step reads the prompt
+    finish: Finish = "eos" if any(reason == "stop" for _, _, reason in steps) else "length"
     return Generation(tuple(tokens), tuple(origins), text, cycles, finish, prompt_tokens)
 
 
