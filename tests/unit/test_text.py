@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import tiny_model
 from equality import greedy
+from selfjudge.decoding import loop
 from selfjudge.decoding.answer import Detokenizer
 from selfjudge.decoding.cycle import Cycle
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling, TopK
@@ -417,6 +418,21 @@ def test_who_decodes_launches_kernels_on_the_device_of_the_model(
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     with borrow_engine(Elsewhere(tiny_pair.target), kind="reference"):
         assert chosen == [torch.device("cuda:1")]
+
+
+def test_batches_that_take_turns_launch_kernels_on_their_own_devices(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another batch of the thread may have made its device the current one since the last step."""
+    chosen: list[torch.device] = []
+    batch = Batch(tiny_pair, "exact", gamma=2)
+    batch.add([5, 6, 7], max_new_tokens=20, ignore_eos=True)
+    batch.step()
+    monkeypatch.setattr(loop, "make_current", chosen.append)
+    for turn in range(1, 4):
+        batch.step()
+        assert chosen == [tiny_pair.target.device] * turn
+    batch.close()
 
 
 def test_what_batches_learn_belongs_to_the_models_and_their_engines(tiny_pair: Pair) -> None:

@@ -28,7 +28,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules, find_level, list_settings
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BACKLOG, BatchEngines
-from selfjudge.models.device import send
+from selfjudge.models.device import make_current, send
 from selfjudge.store.run_folder import SHORTEST, LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step
 
@@ -150,6 +150,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
     chunk_read = False  # since the last cycle
     in_flight: deque[_StartedCycle] = deque()
     while True:
+        make_current(batch.engines.target.device)  # the thread may have decoded on another one meanwhile
         batch.rows.cancel(cancelled)
         batch.prefill.store(batch.rows)
         alive = batch.rows.alive

@@ -21,6 +21,7 @@ from selfjudge.engine.prefixes import PrefixStore
 from selfjudge.engine.reference import ReferenceEngine, ReferenceHead
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import dequantise
+from selfjudge.models.device import make_current
 from selfjudge.models.eagle import EagleHead, decoder_layers
 from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
@@ -228,8 +229,7 @@ def borrow_draft(
 def _borrow(model: LoadedModel, key: Hashable, kind: str, make: Callable[[], _Lent]) -> Iterator[_Lent]:
     idle: dict[Hashable, list[_Lent]] = model.keep("idle engines", dict)
     may_be_static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
-    if model.device.type == "cuda":
-        torch.cuda.set_device(model.device)  # that of this thread: kernels are launched on the current one
+    make_current(model.device)
     engine: _Lent | None = None
     with suppress(KeyError, IndexError):  # another thread may take the last
         engine = idle[key].pop() if may_be_static else None

@@ -42,6 +42,12 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
+def make_current(device: torch.device) -> None:
+    """Let this thread launch kernels on a device: on CUDA they go to the current one, which is each thread's own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def available_memory() -> int | None:
     """Bytes that can be had without swapping, within the limit of a container; None where the system does not say."""
     known = [_field(MEMINFO, "MemAvailable", 1024), _left_of_group()]
