@@ -15,7 +15,7 @@ from torch import Tensor
 from conftest import VOCAB, tiny_head, tiny_model
 from fake_gguf import write_model
 from families import family_model
-from selfjudge.decoding import prefill as prefill_module
+from selfjudge.decoding import loop, prefill as prefill_module
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import RuleRequest
@@ -477,6 +477,65 @@ def test_the_newest_row_is_given_up_wherever_it_lies(no_graphs: Callable[..., No
     steps, _ = run(requests)
     assert [row for step in steps for row in step.out_of_memory] == [3]
     assert_answered(steps, requests[:3])
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[int], bool]], None]:
+    """Run out of memory while rows enter, if the function is true of how many there then are: as caches join, at their
+    first tokens, or as their cycle is made."""
+
+    def limit(where: str, too_many: Callable[[int], bool]) -> None:
+        owner, name = {
+            "join": (draft_module.Backlog, "join"),
+            "rule": (loop.RandomNumbers, "enter"),
+            "cycle": (loop, "find_cycle"),
+        }[where]
+        original = getattr(owner, name)
+
+        def run_out(*given: Any, **named: Any) -> Any:
+            made = original(*given, **named)
+            entered = {"join": "missing", "rule": "generators"}
+            if too_many(len(named["first"] if where == "cycle" else getattr(given[0], entered[where]))):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return made
+
+        monkeypatch.setattr(owner, name, run_out)
+
+    return limit
+
+
+@pytest.mark.parametrize("where", ["join", "rule", "cycle"])
+@pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=["exact", "sampling"])
+def test_a_row_that_finds_no_memory_to_enter_waits_and_others_go_on(
+    no_room: Callable[..., None], where: str, rule: AcceptanceRule
+) -> None:
+    requests = [Request(prompt_of(3 + 2 * seed, seed), 8 + 4 * seed, seed) for seed in range(4)]
+    expected = [list(decode(engines(), [request], rule, gamma=2)) for request in requests]
+    for queued in (True, False) if where != "join" else (True,):
+        failures = iter([True, True])
+        no_room(where, lambda rows: rows > 1 and next(failures, False))  # noqa: B023
+        waiting = AdmissionQueue(4, 200)
+        waiting.waiting.extend(requests[1:])
+        started = requests[:1] if queued else requests
+        steps = list(decode(engines(), started, rule, gamma=2, queue=waiting if queued else None))
+        assert next(failures, None) is None
+        assert [tokens_of(steps, row) for row in range(4)] == [tokens_of(alone, 0) for alone in expected]
+        assert not any(step.out_of_memory for step in steps)
+
+
+def test_a_row_that_never_finds_memory_to_enter_is_given_up_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [Request(prompt_of(5, seed), 12) for seed in range(3)]
+    enter = loop._LiveBatch._enter
+
+    def run_out(self: Any, group: Any, alive: list[int], idle: int) -> Step:
+        if 1 in group.numbers:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return enter(self, group, alive, idle)
+
+    monkeypatch.setattr(loop._LiveBatch, "_enter", run_out)
+    steps, _ = run(requests)
+    assert [row for step in steps for row in step.out_of_memory] == [1]
+    assert_answered(steps, requests, without=(1,))
 
 
 @pytest.fixture

@@ -229,8 +229,9 @@ class _LiveBatch:
                 group.begin(self.engines, tokens)
                 group.postpones = self.prefill.postpones(0)
                 group.read_all()
-            if not group.unread:
                 return AdmissionQueue(0, 0), [self._enter(group, [], 0)]
+            del group
+            self.random.select([])
             self.engines.release_spare()
         queue = queue or AdmissionQueue(n, longest, patient=True)
         queue.waiting.extendleft(reversed(requests))
@@ -238,15 +239,26 @@ class _LiveBatch:
         return queue, []
 
     def join(self, alive: list[int]) -> Step:
-        """Let a group whose prompts have been read enter after the live rows."""
+        """Let a group whose prompts have been read enter after the live rows. Where a static engine has no memory for
+        that, the live rows go on, and the group is read again."""
         group, alive = self.prefill.pop_ready(), settle(alive)
         if len(alive) < len(self.rows):
             self.engines.select(alive)
             self.random.select(alive)
         total = len(alive) + len(group)
         idle = min(self.engines.target.bucket(total), self.prefill.rows) - total
-        self.engines.join(group.engines, idle)
-        return self._enter(group, alive, idle)
+        try:
+            self.engines.join(group.engines, idle)
+            return self._enter(group, alive, idle)
+        except torch.OutOfMemoryError:
+            if not self.engines.target.static:
+                raise  # some layers may have joined
+        self.prefill.begin_again(len(alive), group)
+        first = list(range(len(alive)))
+        self.engines.select(first)
+        self.random.select(first)
+        self._go_on_with(alive)
+        return Step(0, (), dict.fromkeys(PHASES, 0.0))
 
     def _enter(self, group: PrefillGroup, alive: list[int], idle: int) -> Step:
         """Emit the first tokens of a group. The engines hold its rows after the live ones and before the idle ones."""
@@ -267,6 +279,7 @@ class _LiveBatch:
             settings = state[: len(group), -SETTINGS:]
             block = Block(none, output.logits, output.hidden, uniforms=row_uniforms, settings=settings)
             verdict = rule(block)
+            packed = Packed.pack(block, verdict)
         first = torch.cat([verdict.next_token, verdict.next_token.new_zeros(idle)])
         state[:, GUARDS][:, 0] = NEVER
         if (guards := self.rule.guards) is not None and any(rule.guards for rule in rules):
@@ -283,7 +296,7 @@ class _LiveBatch:
             state = torch.cat([self.cycle.row_state[kept], state])
         self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=first, row_state=state)
         arrived = BatchRows.new(group.numbers, group.requests, self.chooser.fixed)
-        step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
+        step = self.finish(_StartedCycle(0, packed, group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [None] * idle))
         self.changed = True
         return replace(step, cached=dict(zip(group.numbers, group.cached[0], strict=True)))
@@ -318,13 +331,17 @@ class _LiveBatch:
         kept = settle(kept)
         self.engines.select(kept)
         self.random.select(kept)
+        self._go_on_with(kept)
+
+    def _go_on_with(self, kept: list[int]) -> None:
+        """Make rows and cycle those of these rows, which the engines have in this order."""
         self.rows = self.rows.select(kept)
-        assert self.cycle is not None
-        index = send(kept, self.cycle.last.device, torch.long)
-        rule, size, last = self.cycle.rule, CycleSize(self.cycle.gamma), self.cycle.last[index, 0]
-        state = self.cycle.row_state[index]
-        self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=last, row_state=state)
         self.changed = True
+        if self.cycle is not None and kept:
+            index = send(kept, self.cycle.last.device, torch.long)
+            rule, size, last = self.cycle.rule, CycleSize(self.cycle.gamma), self.cycle.last[index, 0]
+            state = self.cycle.row_state[index]
+            self.cycle = find_cycle(self.engines, rule, size, trace=self.trace, first=last, row_state=state)
 
     def run(self, number: int) -> _StartedCycle | None:
         """Start a cycle of the rows' γ, or of the best one where it is open. None: a static engine has no memory."""

@@ -248,7 +248,7 @@ class Prefill:
                 group.restore([self.engines.find_blocks(r.prompt, r.salt) for r in group.requests])
             group.read(chunk if len(group) == 1 else group.width)
         except torch.OutOfMemoryError:
-            self._begin_again(alive)
+            self.begin_again(alive)
             return False
         return True
 
@@ -264,9 +264,10 @@ class Prefill:
         """Whether nothing can be read: no prompt, no memory beside `alive` rows, or their turn, as a chunk was read."""
         return not self.groups or 0 < self._held <= alive or (alive > 0 and chunk_read)
 
-    def _begin_again(self, alive: int) -> None:
-        """Free what is being read: there was no memory for it. It is read again, prompt by prompt, when one of the
-        `alive` rows has left. A prompt that finds no memory without rows and other prompts is given up."""
+    def begin_again(self, alive: int, *read: PrefillGroup) -> None:
+        """Free what is being read, or has been `read`: there was no memory for it. It is read again, prompt by prompt,
+        when one of the `alive` rows has left. A prompt that finds none without rows and other prompts is given up."""
+        self.groups[:0] = read
         device, begun = self.engines.target.device, [group for group in self.groups if group.begun]
         if not alive and len(begun) == 1 == len(begun[0]):
             self.given_up += begun[0].numbers
