@@ -71,13 +71,21 @@ def average_groups(differences: Sequence[float], sizes: Sequence[int]) -> Floats
 def compute_log_capital(claim: Claim, differences: ArrayLike) -> Floats:
     """[..., t] D of prompts in their order → [..., t] ln K after each, with stakes
     λ_i = min(√(2 ln(1/δ) / (n σ̂²_{i−1})), 0.9/(1 − μ)); σ̂² is that of the prompts before, begun with 1/4."""
+    return _bet(claim, *_observe(differences))
+
+
+def _observe(differences: ArrayLike) -> tuple[Floats, Floats]:
+    """What a bet needs of the differences D, whatever it claims: x = (D + 1)/2, and σ̂²_{i−1}."""
     x = (np.asarray(differences, float) + 1) / 2
     if x.size and not (x.min() >= 0 and x.max() <= 1):
         raise ValueError("differences must lie in [−1, 1]")
     count = np.arange(1, x.shape[-1] + 1)
     mean = (0.5 + x.cumsum(-1)) / (count + 1)
     variance = (0.25 + ((x - mean) ** 2).cumsum(-1)) / (count + 1)
-    before = np.concatenate([np.full((*x.shape[:-1], 1), 0.25), variance[..., :-1]], -1)[..., : x.shape[-1]]
+    return x, np.concatenate([np.full((*x.shape[:-1], 1), 0.25), variance[..., :-1]], -1)[..., : x.shape[-1]]
+
+
+def _bet(claim: Claim, x: Floats, before: Floats) -> Floats:
     stake = np.minimum(np.sqrt(2 * claim.goal / (claim.n * before)), CAP / (1 - claim.mu))
     capital: Floats = np.log1p(-stake * (x - claim.mu)).cumsum(-1)
     return capital
@@ -200,10 +208,10 @@ def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delt
 def find_upper_bound(differences: Sequence[float] | Floats, delta: float, n: int) -> float:
     """The smallest ε, in steps of 0.005, that these prompts certify with every larger one: E[D] ≤ ε; 1 if none. Stakes
     are for the `n` that were planned: where a run ended may depend on what it saw."""
-    bound = 1.0
+    bound, observed = 1.0, _observe(differences)
     for epsilon in np.arange(_STEPS - 1, -1, -1) / _STEPS:
         claim = Claim(float(epsilon), delta, n)
-        if compute_log_capital(claim, differences).max(initial=0.0) < claim.goal:
+        if _bet(claim, *observed).max(initial=0.0) < claim.goal:
             break
         bound = claim.epsilon
     return bound
