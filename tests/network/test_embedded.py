@@ -43,7 +43,7 @@ def compare(pair: Pair, prompts: list[str], tokens: int, batches: list[int]) -> 
 
 
 def test_exact_equals_transformers(embedded: Pair) -> None:
-    compare(embedded, PROMPTS[:2], 12, [2])
+    compare(embedded, PROMPTS[:2], 8, [2])
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_every_command_is_tried() -> None:
 
 @pytest.mark.parametrize("line", QUICK)
 def test_answers(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run(monkeypatch, f"{line} --max-new-tokens 20 --gamma 4")  # whatever passes cost on this machine
+    run(monkeypatch, f"{line} --max-new-tokens 12 --gamma 4")  # whatever passes cost on this machine
     shown = capsys.readouterr()
     assert ("\x1b[" in shown.out) == ("--color" in line)
     assert "tokens/s" in shown.err
@@ -77,7 +77,7 @@ def test_python(
 ) -> None:
     """As written, with the pair that is loaded already and short answers."""
     monkeypatch.setattr(Pair, "load", lambda name: shipped)
-    monkeypatch.setattr(selfjudge, "generate", lambda *args, **named: generate(*args, **{"max_new_tokens": 12} | named))
+    monkeypatch.setattr(selfjudge, "generate", lambda *args, **named: generate(*args, **{"max_new_tokens": 6} | named))
     page, code = [(page, code) for page, kind, code in BLOCKS if kind == "python"][number]
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()

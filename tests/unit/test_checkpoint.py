@@ -111,14 +111,9 @@ class Quantised:
         self.q = torch.randint(0, 16, (rows, cols), generator=generator)
         self.zero = torch.randint(1, 16, (rows, cols // group), generator=generator)
         self.scale = (torch.rand(rows, cols // group, generator=generator) * 0.02 + 0.01).half()
+        q, zero, scale = self.q.tolist(), self.zero.tolist(), self.scale.tolist()
         self.values = torch.tensor(
-            [
-                [
-                    (int(self.q[n, k]) - int(self.zero[n, k // group])) * float(self.scale[n, k // group])
-                    for k in range(cols)
-                ]
-                for n in range(rows)
-            ]
+            [[(q[n][k] - zero[n][k // group]) * scale[n][k // group] for k in range(cols)] for n in range(rows)]
         )
 
     def gptq(self, shift: int = 1) -> Tensors:

@@ -123,7 +123,7 @@ def test_every_answer_is_that_of_its_rule_alone(kind: str, draft_kind: str) -> N
     gammas = [3, 4, 2, 5, 3, 4, 5, 2, 3, 4, 0, 5]
     prompts = prompts_of([4, 19, 7, 1, 12, 5, 9, 3, 6, 8, 2, 11])
     requests = [
-        Request(prompt, 18 + i, 40 + i, structured=i == 7, rule=rule, gamma=gamma)
+        Request(prompt, 12 + i, 40 + i, structured=i == 7, rule=rule, gamma=gamma)
         for i, (prompt, rule, gamma) in enumerate(zip(prompts, RULES, gammas, strict=True))
     ]
     arriving = {-1: requests[:1], 0: requests[1:3], 2: requests[3:6], 7: requests[6:9], 9: requests[9:]}

@@ -55,12 +55,12 @@ class Drafting(Answerer):
         rule, gamma = run.rule, run.gamma
         self.asked.append((rule.name, gamma))
         self.batches.append(prompts)
-        rng, answers, passes = np.random.default_rng(0), [], 0
+        most, answers, passes = len(prompts) * max_new_tokens, [], 0
+        runs = iter(np.random.default_rng(0).geometric(1 - self.stands(rule, gamma), most).clip(max=gamma + 1).tolist())
         for _ in prompts:
             origins = ["target"]
             while len(origins) < max_new_tokens:
-                stood = int(rng.geometric(1 - self.stands(rule, gamma)) - 1)
-                origins += ["draft"] * min(stood, gamma) + ["target"]
+                origins += ["draft"] * (next(runs) - 1) + ["target"]
                 passes += 1
             answers.append(SimpleNamespace(tokens=origins, origins=origins))
         return answers, {"total": self.slower * passes * self.seconds(gamma)}
