@@ -23,6 +23,7 @@ from selfjudge.decoding.loop import decode, find_statistics
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch
+from selfjudge.engine.base import Output
 from selfjudge.engine.cuda import engine as cuda_engine
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.draft import BatchEngines, Drafter
@@ -225,11 +226,16 @@ def test_what_reads_prompts_keeps_its_cache_and_graphs() -> None:
 
 
 def test_passes_over_usual_prompts_are_captured_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, shapes = make_engines(), []
-    monkeypatch.setattr(CudaEngine, "prefill", lambda self, tokens, counts: shapes.append(tuple(tokens.shape)))
+    engines, shapes, prefill = make_engines(), [], CudaEngine.prefill
+
+    def note(self: CudaEngine, tokens: torch.Tensor, counts: torch.Tensor) -> Output:
+        shapes.append(tuple(tokens.shape))
+        return prefill(self, tokens, counts)
+
+    monkeypatch.setattr(CudaEngine, "prefill", note)
     capture.capture_prompts(engines, 5, 200)
     assert sorted(set(shapes)) == [(1, 64), (1, 128), (2, 64), (2, 128), (4, 64), (4, 128)]
-    assert len(shapes) == 2 * len(set(shapes))
+    assert len(shapes) == 4 * len(set(shapes))  # twice each, by target and draft
     assert engines.has_asides
     assert engines.aside(4, 128).target.rows_held(128) == 5  # what was captured is found by prompts of these sizes
 

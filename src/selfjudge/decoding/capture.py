@@ -43,10 +43,13 @@ def capture_prompts(engines: BatchEngines, rows: int, length: int) -> None:
     for size in (1 << n for n in range(rows.bit_length())):
         for width in (64 << n for n in range((length // 64).bit_length())):
             tokens = torch.zeros(size, width, dtype=torch.long, device=aside.target.device)
+            counts = torch.full((size,), width, device=tokens.device)
             for _ in range(2):  # a shape is captured when it recurs
                 aside.reserve(rows, length)
                 aside.reserve(size, width)
-                aside.target.prefill(tokens, torch.full((size,), width, device=tokens.device))
+                output = aside.target.prefill(tokens, counts)
+                if aside.draft is not None:
+                    aside.draft.read(tokens, counts, output.features)
     engines.keep_aside(aside)
 
 
