@@ -7,6 +7,7 @@ where a figure goes, so no figure is written by hand. A test compares the pages 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -211,6 +212,10 @@ def others() -> Figures:
         for run in read(OVER_HTTP)["servers"][server]["rows"]:
             columns = {server: run["tokens_per_second"], f"p50-{server}": run["first_token"]["p50_ms"]}
             rows.setdefault(f"http-{run['task']}-{run['clients']}", {}).update(columns)
+    for name, server in read(HTTP_STARTS)["servers"].items():
+        version, run_name = name.removesuffix(" run").split(", ")
+        for run in server["rows"]:
+            rows.setdefault(f"http-{run_name}-{run['clients']}", {})[version] = run["tokens_per_second"]
     for name, file in LOADS.items():
         run = read(file)["levels"][-1]  # the most clients
         rows[f"load-{name}"] = {"clients": run["clients"], "n": run["compared"], "equal": run["equal"]}
@@ -402,6 +407,7 @@ SMOLLM2 = {
 }
 LOADS = {"h200": "results/load/h200-qwen2.5-coder-1.5b.json", "arm": "results/load/cpu-2core-smollm2-135m-q4.json"}
 OVER_HTTP = "results/load/h200-http.json"
+HTTP_STARTS = "results/load/h200-http-smollm2-135m.json"
 
 
 def over_http() -> str:
@@ -422,7 +428,8 @@ def over_http() -> str:
 
 INSIDE = {"1.5 B": WORKER, "8.4 B": "results/vllm/h200-8b-head.json"}
 INSIDE_STRONG = "results/vllm/h200-8b-strong-draft.json"
-INSIDE_RULES = ("margin:price=0.2,guard=on", "margin:1,guard=on", "judged:price=0.04")
+INSIDE_AT_ONCE = {"1.5 B": (1, 64), "8.4 B": (16, 64)}
+INSIDE_RULES = ("margin:price=0.2,guard=on", "margin:1,guard=on", "judged:price=0.04,guard=on")
 
 
 def worker_off() -> dict[str, float]:
@@ -450,7 +457,7 @@ def worth_inside(file: str, task: str, batch: int) -> dict[str, float]:
 def inside_head() -> str:
     rows = []
     for name, file in INSIDE.items():
-        for task, batch in (("gsm8k", 1), ("dolly", 1), ("gsm8k", 64), ("dolly", 64)):
+        for task, batch in itertools.product(("gsm8k", "dolly"), INSIDE_AT_ONCE[name]):
             worth = worth_inside(file, task, batch)
             ratios = [f"{worth[rule]:.2f}" if rule in worth else "–" for rule in INSIDE_RULES]
             rows.append([f"{name}, {task_title(task)}, {batch}", number(worth["off"]), *ratios])
