@@ -24,7 +24,7 @@ from selfjudge.decoding.loop import decode, find_statistics, measure_costs
 from selfjudge.decoding.prefill import Prefill
 from selfjudge.decoding.rule_parser import RuleRequest, resolve_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
-from selfjudge.decoding.rules_by_row import RowRules, find_level
+from selfjudge.decoding.rules_by_row import EXACT_ROWS, SAMPLED_ROWS, RowRules, find_level
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.prefixes import open_store
 from selfjudge.engine.select import PairEngines
@@ -340,7 +340,8 @@ class Decoding:
             statistics = find_statistics(engines)
             rules, most = [self.rule], max(size.gamma for size in list_sizes(self.gamma, self.rule, statistics))
             if self.shared is not None:
-                rules, most = list(dict.fromkeys((self.shared.at(find_level(rules)), EXACT))), self.most
+                levels = find_level(rules), EXACT_ROWS, SAMPLED_ROWS
+                rules, most = list(dict.fromkeys(map(self.shared.at, levels))), self.most
             prefill = Prefill(engines, most + 1)
             if not prefill.make_room(AdmissionQueue(rows, length), 1):
                 return True
