@@ -78,14 +78,14 @@ def expected(pair: Pair, judge: Judge, prompt: str, how: dict[str, Any], **optio
     """What `generate` says, by the field `selfjudge` of the request."""
     how = dict(how)
     gamma = how.pop("gamma", 3)
-    name = "exact" if how.get("off") or (how == {} and gamma == 0) else how.get("rule", "judged")
+    name = "exact" if how.get("off") or gamma == 0 else how.get("rule", "judged")
     rule = RuleRequest(name, theta=how.get("theta"), quality=how.get("quality")).resolve(pair, judge)
     return generate(pair, [prompt], rule, gamma=gamma, max_new_tokens=options.pop("max_new_tokens", 40), **options)[0]
 
 
 HOW: list[dict[str, Any]] = [
     {}, {"off": True}, {"theta": "F"}, {"theta": 0.2}, {"quality": 0.9}, {"rule": "topk:3"}, {"gamma": 1},
-    {"off": True, "gamma": 0}, {"rule": "exact", "gamma": 5}, {"gamma": 0},
+    {"off": True, "gamma": 0}, {"rule": "exact", "gamma": 5}, {"gamma": 0}, {"rule": "margin:1", "gamma": 0},
 ]  # fmt: skip
 
 
@@ -290,7 +290,7 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "selfjudge": {"rule": "topk:k=" + "9" * 40}}, "out of range"), ({**GOOD, "selfjudge": {"rule": ""}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "relaxed:delta=nan"}}, "out of range"),
     ({**GOOD, "selfjudge": {"rule": "fly:window=3", "gamma": 3}}, "`gamma` > 3"),
-    ({**GOOD, "selfjudge": {"rule": "topk:2", "gamma": 0}}, "name another `gamma` than 0"),
+    ({**GOOD, "selfjudge": {"rule": "magic", "gamma": 0}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "exact", "theta": 0.5}}, "does not use a judge"),
     ({**GOOD, "selfjudge": {"rule": "judged:0.3", "theta": 0.5}}, "names a threshold already"),
     ({**GOOD, "selfjudge": {"off": True, "theta": 0.5}}, "`off` means"),

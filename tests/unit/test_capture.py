@@ -14,15 +14,17 @@ import torch
 
 from conftest import tiny_head, tiny_model
 from proposals import ARBITRARY, answers_between_captures, prompts_of, requests_of
-from selfjudge.decoding import capture
+from selfjudge.decoding import batch_gamma, capture
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request
 from selfjudge.decoding.batch_gamma import BatchGamma
 from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.cycle import CycleSize, find_cycle, is_captured
 from selfjudge.decoding.gamma import STATIC_CHOICES, PairStatistics
 from selfjudge.decoding.loop import decode, find_statistics
+from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.decoding.text import Batch
+from selfjudge.decoding.text import Batch, share_rules
 from selfjudge.engine.base import Output
 from selfjudge.engine.cuda import engine as cuda_engine
 from selfjudge.engine.cuda.engine import CudaEngine
@@ -156,8 +158,8 @@ def test_a_batch_finds_what_was_captured_before_it(captures: list[int], gamma: G
     shares: list[float] = []
     assert not batch.capture(0.0, shares.append)
     assert not batch.capture(0.0, shares.append)
-    both = [1 / (1 + 3 * gammas + timed), 1 / (3 * gammas + timed)]  # passes over prompts; a cycle
-    assert (captures, shares) == ([1], both)  # at least one at a time
+    both = [1 / (1 + 3 * gammas + timed), 1 / (3 * gammas + timed)]  # passes over prompts; the cycles of a row
+    assert (captures, shares) == ([1] * gammas, both)  # at least one at a time
     assert batch.capture(600.0)
     assert sorted(set(captures)) == [1, 2, 3]
     assert len(captures) == 3 * gammas
@@ -238,6 +240,76 @@ def test_passes_over_usual_prompts_are_captured_before_the_first(monkeypatch: py
     assert len(shapes) == 4 * len(set(shapes))  # twice each, by target and draft
     assert engines.has_asides
     assert engines.aside(4, 128).target.rows_held(128) == 5  # what was captured is found by prompts of these sizes
+
+
+@pytest.mark.parametrize(("rows", "prompt", "limit"), [(16, 700, 100), (8, 600, 300), (4, 3000, 300)])
+def test_captured_passes_survive_a_longer_prompt(rows: int, prompt: int, limit: int) -> None:
+    engines = BatchEngines(CudaEngine(TARGET))
+    capture.capture_prompts(engines, rows, 4096)
+    (warm,) = engines.target.asides  # type: ignore[attr-defined]
+    version = warm.version
+    group = PrefillGroup([(0, Request([5] * prompt, limit))], torch.device("cpu"))
+    group.begin(engines, 11, aside=True)
+    engines.keep_aside(group.engines)
+    assert warm.version == version
+
+
+def test_engines_that_read_prompts_survive_a_larger_cache() -> None:
+    engine = CudaEngine(TARGET)
+    engine.reserve(4, 500)
+    aside = engine.aside(4, 128)
+    aside.reserve(4, 128)
+    engine.keep_aside(aside)
+    engine.reserve(4, 2000)
+    assert engine.asides == [aside]
+
+
+def test_a_cancelled_prompt_gives_its_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = BatchEngines(CudaEngine(TARGET))
+    prefill, queue = Prefill(engines, 3), AdmissionQueue(4, 60)
+    queue.waiting.append(Request(list(range(3, 9)) * 6, 5))
+    prefill.make_room(queue, 50)
+    prefill.admit(queue, BatchRows.new((), ()), set())
+    monkeypatch.setattr(CudaEngine, "chunk", 8)
+    prefill.read(1, False)
+    assert prefill.groups[0].unread
+    prefill.cancel({0})
+    assert engines.target.asides  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rule", ["exact", "margin:1"])
+def test_idle_captures_end(rule: str, tiny_pair: Pair) -> None:
+    """Three levels × nine sizes × eight γ are 216 cycles, and an engine keeps 192."""
+    batch = Batch(tiny_pair, rule, rows=256, length=60, gamma="auto", engine="cuda", shared=share_rules(tiny_pair))
+    assert any(batch.capture(0.0) for _ in range(300))
+
+
+def test_whoever_captures_learns_that_there_is_no_memory_to_time(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server then ends its captures; an answer goes on without a table."""
+
+    def run_out(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(batch_gamma, "time_cycle", run_out)
+    batch = Batch(tiny_pair, "exact", rows=7, length=61, gamma="auto", engine="cuda")
+    with batch._decoding.engines.borrow() as engines:
+        monkeypatch.setattr(find_statistics(engines).costs, "cycles", {})
+    with pytest.raises(torch.OutOfMemoryError):
+        assert [batch.capture(0.0) for _ in range(2)]
+    assert answer(batch) == answer(Batch(tiny_pair, "exact", rows=3, length=61, gamma=0, engine="cuda"))
+
+
+def test_cycles_are_timed_before_all_are_captured(tiny_pair: Pair) -> None:
+    """Else a first request that comes before the last capture finds no table, and waits for it."""
+    batch = Batch(tiny_pair, "exact", rows=5, length=62, gamma="auto", engine="cuda")
+    with batch._decoding.engines.borrow() as engines:
+        costs = find_statistics(engines).costs
+    costs.cycles.clear()
+    for _ in range(6):
+        assert not batch.capture(0.0)
+    assert costs.cycles
 
 
 @pytest.mark.parametrize("served", [False, True])

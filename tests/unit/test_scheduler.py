@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from conftest import total
-from selfjudge.decoding import adjust
+from selfjudge.decoding import adjust, text
 from selfjudge.decoding.adjust import LogProbabilities
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
@@ -458,9 +458,19 @@ def test_a_greedy_rule_and_a_temperature_are_refused_at_the_start(tiny_pair: Pai
         start_scheduler(tiny_pair, None, greedy)
 
 
+def test_a_server_captures_passes_over_prompts(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although what it tries out first has left engines aside."""
+    tiny_pair.target_model.release()  # other tests have captured
+    calls: list[Any] = []
+    monkeypatch.setattr(text, "capture_prompts", lambda *given: calls.append(given))
+    start_scheduler(tiny_pair, None, ServerConfig(engine="cuda", max_context=1024, max_batch=4)).stop()
+    assert calls
+
+
 def test_captures_that_are_left_follow_while_it_is_idle(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for requests, and a failure ends them alone."""
     scheduler = begin(engine="cuda", max_batch=2)
+    scheduler.pair.target_model.release()  # other tests have captured
     scheduler.warm_up = WarmUp(scheduler.pair, scheduler.rules.choose(), scheduler.config)
     scheduler.warm_up.try_out()
     seen: list[bool] = []
@@ -477,13 +487,13 @@ def test_captures_that_are_left_follow_while_it_is_idle(begin: Begin, monkeypatc
     answer = last(updates).result
     assert answer is not None
     wait_for(lambda: scheduler.warm_up.done)
-    assert seen == [False] * 3  # the cycle of two rows was left, and those of rows that sample
+    assert seen == [False] * 4  # passes over prompts, the cycle of two rows and those of rows that sample were left
     late, updates = job(scheduler)
     scheduler.submit(late)
     again = last(updates).result
     assert again is not None
     assert again.tokens == answer.tokens
-    assert len(seen) == 3
+    assert len(seen) == 4
 
 
 def test_a_capture_that_fails_is_the_last(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

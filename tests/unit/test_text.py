@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import tiny_model
 from equality import greedy
-from selfjudge.decoding import loop
+from selfjudge.decoding import loop, prefill
 from selfjudge.decoding.answer import Detokenizer
 from selfjudge.decoding.cycle import Cycle
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling, TopK
@@ -260,6 +260,10 @@ def test_rows_are_refilled_while_prompts_wait(tiny_pair: Pair, engine: str, monk
     assert [answer.tokens for answer in together] == alone == [answer.tokens for answer in apart]
     assert max(cycles) == max(before) == 4
     assert len(cycles) < 0.75 * len(before)
+    cycles.clear()
+    monkeypatch.setattr(prefill, "PASS_TOKENS", 1)  # every prompt is read by itself
+    assert [answer.tokens for answer in decoding.answer(requests, 4, ())] == alone
+    assert cycles[0] == 4  # not before all that have room are there
 
 
 def test_stop_strings_end_one_row_and_never_show(tiny_pair: Pair) -> None:

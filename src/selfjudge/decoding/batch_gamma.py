@@ -114,13 +114,16 @@ class BatchGamma:
         if (rows in costs.cycles or not usual) and costs.covers(rows):
             return
         say_measuring()
-        gammas = [0, *self._find_policy(self.lossless).choices]
         try:
-            cycles = capture_cycles(self.engines, self.lossless, rows, map(CycleSize, gammas), trace=self.trace)
-            seconds = [time_cycle(cycle) for cycle in cycles]
+            self.time_all(rows, costs)
         except torch.OutOfMemoryError:
-            empty_cache()
-            return  # γ is chosen by estimates
+            empty_cache()  # γ is chosen by estimates
+
+    def time_all(self, rows: int, costs: CostTable) -> None:
+        """Capture and time every γ of so many rows."""
+        gammas = [0, *self._find_policy(self.lossless).choices]
+        cycles = capture_cycles(self.engines, self.lossless, rows, map(CycleSize, gammas), trace=self.trace)
+        seconds = [time_cycle(cycle) for cycle in cycles]
         costs.begin(rows)
         for gamma, spent in zip(gammas, seconds, strict=True):
             costs.add(rows, gamma, spent)

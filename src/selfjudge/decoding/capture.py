@@ -12,7 +12,7 @@ from selfjudge.decoding.cycle import CAPTURED_CYCLES, Cycle, CycleSize, PhaseTim
 from selfjudge.decoding.gamma import GammaPolicy, PairStatistics
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import RowRules
-from selfjudge.engine.base import RowCache
+from selfjudge.engine.base import ASIDE_TOKENS, RowCache
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.types import Gamma
 
@@ -38,18 +38,21 @@ def capture_cycles(
 
 def capture_prompts(engines: BatchEngines, rows: int, length: int) -> None:
     """Let the engines that read prompts beside a batch of so many rows capture passes of the usual shapes."""
-    rows, length = min(rows, PROMPT_ROWS), min(length, PROMPT_TOKENS)
-    aside = engines.aside(rows, length)
+    rows, longest, length = min(rows, PROMPT_ROWS), length, min(length, PROMPT_TOKENS)
+    room = max(length, min(longest, ASIDE_TOKENS // rows - 2))  # a cache that need not grow, and so keeps its graphs
+    aside = engines.aside(rows, room)
     for size in (1 << n for n in range(rows.bit_length())):
         for width in (64 << n for n in range((length // 64).bit_length())):
             tokens = torch.zeros(size, width, dtype=torch.long, device=aside.target.device)
             counts = torch.full((size,), width, device=tokens.device)
             for _ in range(2):  # a shape is captured when it recurs
-                aside.reserve(rows, length)
+                aside.reserve(rows, room)
                 aside.reserve(size, width)
                 output = aside.target.prefill(tokens, counts)
                 if aside.draft is not None:
                     aside.draft.read(tokens, counts, output.features)
+    for engine in aside.static_engines:
+        engine.usual = True
     engines.keep_aside(aside)
 
 

@@ -29,7 +29,7 @@ from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 Limits = Sequence[int] | NDArray[np.int64] | Tensor  # [B] how many drafts of each row are verified
 GUARDS, SPENT, ROW_STATE = slice(2), 2, 3 + SETTINGS
 """Columns of the state of rows, and their number: that of `Guards.begin`, `Block.spent`, at last `Block.settings`."""
-CAPTURED_CYCLES = 192  # maximum cycles that an engine keeps: seven sizes of a batch, each with some γ and rules
+CAPTURED_CYCLES = 256  # maximum cycles that an engine keeps: nine sizes of a batch, each with eight γ and three rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
                     batch.shrink(alive)
                 continue
         elif not batch.prefill.waits(len(alive), chunk_read):
-            chunk_read = True
+            chunk_read = not queue.patient  # nobody waits for a first token: full batches cost less
             if batch.prefill.read(len(alive), queue.crowded) and not batch.prefill.ready:
                 yield Step(0, (), dict.fromkeys(PHASES, 0.0))
             continue

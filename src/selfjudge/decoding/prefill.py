@@ -231,6 +231,8 @@ class Prefill:
         for group in [group for group in self.groups if cancelled.issuperset(group.numbers)]:
             self.groups.remove(group)
             cancelled.difference_update(group.numbers)
+            if group.begun:
+                self.engines.keep_aside(group.engines)
 
     def read(self, alive: int, crowded: bool) -> bool:
         """Read a chunk of the oldest group, or if the last one was its own, of that with the fewest unread columns.

@@ -349,14 +349,14 @@ class Decoding:
             left: list[Callable[[], object]] = []
             if not engines.has_asides:
                 left.append(partial(capture_prompts, engines, rows, prefill.length))
+            if self.gamma == "auto" and EXACT in rules:
+                choice = BatchGamma(engines, self.rows_rule, most, self.trace, statistics=statistics)
+                left += [partial(choice.time_all, n, statistics.costs) for n in choice.list_untimed(rows)]
             left += [
                 partial(capture_cycles, engines, rule, n, [size], trace=self.trace)
                 for rule in rules
                 for n, size in list_uncaptured(engines, rule, rows, self.gamma, statistics, trace=self.trace)
             ][:CAPTURED_CYCLES]
-            if self.gamma == "auto" and EXACT in rules:
-                choice = BatchGamma(engines, self.rows_rule, most, self.trace, statistics=statistics)
-                left += [partial(choice.time_choices, n, statistics.costs) for n in choice.list_untimed(rows)]
             for done, act in enumerate(left, 1):
                 act()
                 notify(done / len(left))

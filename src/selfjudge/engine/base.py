@@ -14,6 +14,8 @@ from torch import Tensor, device
 
 from selfjudge.models.device import send
 
+ASIDE_TOKENS = 16384  # up to here the cache of an engine aside only grows: with another one it has no graphs
+
 
 @dataclass(frozen=True, slots=True)
 class Output:

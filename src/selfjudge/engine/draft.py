@@ -390,8 +390,8 @@ class BatchEngines:
 
     @property
     def has_asides(self) -> bool:
-        """Whether all static engines have others that have read prompts for them."""
-        return all(engine.asides for engine in self.static_engines)
+        """Whether all static engines have others that have captured passes over prompts of the usual shapes."""
+        return all(any(other.usual for other in engine.asides) for engine in self.static_engines)
 
     def keep_aside(self, other: BatchEngines) -> None:
         """Let the next prompts be read by static engines that `aside` made."""

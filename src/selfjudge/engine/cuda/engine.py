@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine, HeadEngine, Output, move_rows
+from selfjudge.engine.base import ASIDE_TOKENS, Engine, HeadEngine, Output, move_rows
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.cuda.weights import HeadWeights, ModelWeights
 from selfjudge.models.device import CAPTURING, send
@@ -35,7 +35,6 @@ PREFILLS = 32  # shapes of prompts that are kept as graphs, at most
 CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are captured as a graph when their shape recurs
 SLOTS = 256  # cache lengths are multiples of this, so that the next batch is likely to fit into the same cache
 ASIDES = 3  # engines made by `aside` that are kept with their cache and graphs
-ASIDE_TOKENS = 16384  # up to here the cache of such an engine only grows: with another one it has no graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 WIDEST_HEAD = 256  # columns of a head that the kernels can hold
 
@@ -100,6 +99,7 @@ class CudaEngine(Engine):
     def _reset(self) -> None:
         """Start without cache and captured graphs."""
         self.slots = 0
+        self.usual = False  # whether it has captured passes over prompts of the usual shapes
         self.version = 0
         self.captured_cycles = {}
         self.asides: list[Self] = []  # engines whose rows have joined: the next prompts reuse their graphs
@@ -128,7 +128,9 @@ class CudaEngine(Engine):
         held, slots = (self._is_aside and self._grow(batch, length)) or (batch, slots)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # a cycle in flight may read what is freed
+        asides = self.asides
         self.release()  # the old cache is freed before the new one is allocated
+        self.asides = asides  # their graphs have caches of their own
         shape = (2, len(w.layers), held, w.kv_heads, slots, w.dim)
         self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._lengths = torch.zeros(held, dtype=torch.long, device=self.device)

@@ -82,11 +82,14 @@ class Rules:
         trace: bool = False,
         seeded: bool = False,
     ) -> RuleChoice:
-        """How a request is decoded; `off` is without judge, like γ = 0 alone. A SelfJudgeError says what is wrong with
-        it. A sampled answer depends on γ: it is fixed for a request with a seed, whose answer can then be had again."""
+        """How a request is decoded; `off` is without judge, as is γ = 0, which an answer that is asked for again may
+        have had. A SelfJudgeError says what is wrong with it. A sampled answer depends on γ: it is fixed for a request
+        with a seed, whose answer can then be had again."""
         if off and not asked.is_open:
             raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta`, `quality` and `price`")
-        if off or (asked.is_open and (self.refuted or asked.gamma == 0)):
+        if asked.gamma == 0:
+            self._resolve(replace(asked, gamma=None), sampling, trace, seeded)  # there is such a rule
+        if off or asked.gamma == 0 or (asked.is_open and self.refuted):
             asked = replace(asked, rule="exact")
         return self._resolve(asked, sampling, trace, seeded)
 
