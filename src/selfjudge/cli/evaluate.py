@@ -35,12 +35,11 @@ from selfjudge.types import explain
 
 def evaluate(
     out: Annotated[Path, typer.Option(help="Folder of the results; what is done in it stays done.")],
-    rules: Annotated[str | None, typer.Option(help="Such as 'exact judged:q0.9@NAME'; else exact, and judged.")] = None,
     judge: Annotated[list[str] | None, typer.Option(metavar="[NAME=]FOLDER", help="A judge, with its name.")] = None,
     recipe: RecipeFolder = None,
     resume: Resume = False,
     *,
-    config: Annotated[EvalConfig, Options(without=("rules",), commas=("tasks",))],
+    config: Annotated[EvalConfig, Options(commas=("tasks",))],
     where: BackendOptions,
     models: Annotated[PairOptions, Options(without=("draft_dtype",))],
 ) -> Result:
@@ -52,8 +51,7 @@ def evaluate(
     Example: selfjudge eval --dtype float32 --tasks arithmetic --limit 20 --out eval
     """
     RunFolder(out).claim(resume=resume)
-    config = replace(config, rules=None if rules is None else tuple(rules.replace(";", " ").split()))
-    if recipe is not None and (rules is not None or config.gammas):
+    if recipe is not None and (config.rules is not None or config.gammas):
         raise SelfJudgeError(RECIPE_IS_COMPLETE)
     setup = Setup.of(recipe, models, OPEN_REQUEST)
     if setup.recipe is not None:
@@ -172,9 +170,12 @@ def tune(
     Example: selfjudge tune --tasks arithmetic --limit 200 --epsilon 0.1 --out tuned
 
     Example: selfjudge tune --prompts mine.jsonl --load 1,8,64 --out tuned
+
+    Example: selfjudge tune --prompts mine.jsonl --rules "margin:price=0.2 margin:price=0.4" --out tuned
     """
-    if judge is not None and "judged" not in config.families:
-        raise SelfJudgeError("no family in `families` uses a judge: leave out `judge`, or add judged")
+    if judge is not None and not config.uses_judge:
+        where = "family in `families`" if config.rules is None else "rule in `rules`"
+        raise SelfJudgeError(f"no {where} uses a judge: leave out `judge`, or add judged")
     RunFolder(out, done=RECIPE).claim(resume=resume)
     source = judge or models.shipped_judge
     known = None if source is None else JudgeConfig.from_pretrained(source)

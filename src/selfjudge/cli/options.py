@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -120,8 +120,14 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
         one = f.name.upper().removesuffix("S") if f.name.endswith("s") else "TEXT"
         return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else one, help=words)]
     bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
-    typed = str | None if hint is Any or str in get_args(hint) else hint  # other types are given by their names
+    text = hint is Any or str in get_args(hint) or _has_blanks(f, hint)
+    typed = str | None if text else hint  # other types are given by their names
     return Annotated[typed, typer.Option(help=words, **bounds)]
+
+
+def _has_blanks(f: Field[Any], hint: Any) -> bool:
+    """Whether an option is one text whose parts are separated by blanks, or semicolons: rules, which have commas."""
+    return f.default is None and any(get_origin(kind) is tuple for kind in get_args(hint))
 
 
 def _numbers(f: Field[Any], hint: Any) -> str:
@@ -144,6 +150,8 @@ def _parse(f: Field[Any], hint: Any, value: Any, commas: bool) -> Any:
     if isinstance(value, list):
         names = [name for given in value for name in (given.split(",") if commas else (given,))]
         return tuple(filter(None, map(str.strip, names))) if commas else tuple(names)
+    if value is not None and _has_blanks(f, hint):
+        return tuple(value.replace(";", " ").split())
     if value is None or not (metavar := _numbers(f, hint)):
         return value
     several = isinstance(f.default, tuple)

@@ -29,7 +29,7 @@ class EvalConfig:
     """Which rules are evaluated on which tasks, and how."""
 
     tasks: tuple[str, ...] = setting((), "Tasks, with a split if it is not `test`: `livecodebench/all`.")
-    rules: tuple[Any, ...] | None = setting(None, "Rules, as text or objects; exact and judged if not given.")
+    rules: tuple[Any, ...] | None = setting(None, "Rules, such as 'exact judged:q0.9@NAME'; else exact, and judged.")
     gammas: tuple[int, ...] = setting((), "Draft tokens per cycle; else the default.", minimum=0, maximum=MAX_GAMMA)
     limit: int | None = setting(None, "Examples of each task; all if not given.", minimum=1)
     max_new_tokens: int | None = setting(None, "Maximum new tokens of an answer; else the task's.", minimum=1)

@@ -22,11 +22,11 @@ from selfjudge.prompts.sources import find_learnt
 from selfjudge.report.formats import Sentences
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune import certify
-from selfjudge.tune.config import BATCHES, CPU_MINUTES, FILE_TOKENS, LOADS, TuneConfig
-from selfjudge.tune.families import FAMILIES, Families, SplitFamilies, list_families, split_by_gamma
+from selfjudge.tune.config import BATCHES, CPU_MINUTES, FILE_TOKENS, GAMMAS, LOADS, TuneConfig
+from selfjudge.tune.families import FAMILIES, NAMED, Families, SplitFamilies, split_by_gamma
 from selfjudge.tune.independence import SHINGLE, Groups, key_prompt, normalise
 from selfjudge.tune.verify import pack
-from selfjudge.types import Warn
+from selfjudge.types import Warn, default_gamma
 
 if TYPE_CHECKING:
     from selfjudge.evaluate.execute import Answerer
@@ -126,7 +126,7 @@ def limit_prompts(groups: Sequence[list[CalibrationPrompt]], limit: int | None) 
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     """Before models load, refuse what prompts and settings rule out, such as an ε that so few cannot certify. If the
     device chooses the batch, a CPU's is assumed, which sets the fewest aside; the error's count suffices on CUDA."""
-    families, _ = split_by_gamma(list_families(config.families, judge), config.gamma, judge)
+    families, _ = split_by_gamma(config.list_families(judge), config.gamma, judge)
     repeated: list[str] = []
     groups = load_calibration(config, repeated.append)
     choose_measure(config.measure, [prompt for group in groups for prompt in group])
@@ -251,13 +251,13 @@ class TuneJob:
         from selfjudge.judge.model import Judge
 
         loaded = Judge.from_pretrained(judge) if isinstance(judge, str | Path) else judge or pair.judge
-        if loaded is None and config.families == FAMILIES:
+        if loaded is None and config.rules is None and config.families == FAMILIES:
             warn("no judge ships for this target: the family judged is left out")
-        families = list_families(config.families, None if loaded is None else loaded.config)
+        families = config.list_families(None if loaded is None else loaded.config)
         salt = f"{pair.target_sha256 or pair.target_id} {pair.draft_sha256 or pair.draft_id}"
         groups = limit_prompts(load_calibration(config, warn, salt), config.limit)
         prompts = [prompt for group in groups for prompt in group]
-        used = loaded if "judged" in families else None
+        used = loaded if config.uses_judge else None
         if used is not None:
             if not (used.config.target or used.config.target_sha256):
                 raise SelfJudgeError("this judge names no target: a recipe needs one that was trained for its target")
@@ -267,12 +267,12 @@ class TuneJob:
         aside = certify.count_aside(len(groups), batch) if config.times else 0
         measure = choose_measure(config.measure, prompts)
         _check_strict_code(config, prompts)
-        return cls(pair, answerer, config, loaded, families, groups[aside:], groups[:aside], measure, batch)
+        return cls(pair, answerer, config, used, families, groups[aside:], groups[:aside], measure, batch)
 
     def check_count(self) -> None:
         """Refuse an ε that so few prompts cannot certify; an earlier attempt on them is said."""
         count, batch = len(self.groups) + len(self.aside), self.batch if self.config.times else None
-        families, _ = self.split_by_gamma(self.config.gamma)
+        families, _ = self.split_by_gamma(self.gammas[-1])
         with _explained(remark("attempt", self)):
             certify.check_prompt_count(count, batch, self.config.epsilon, self.delta, len(families))
 
@@ -307,6 +307,13 @@ class TuneJob:
         return self.config.load or LOADS.get(self.answerer.device, LOADS["cpu"])
 
     @property
+    def gammas(self) -> tuple[int, ...]:
+        """γ to choose from, rising: one where it is given, without times, or if another restarts the engine."""
+        if self.config.gamma or not self.config.times or self.answerer.one_gamma:
+            return (self.config.gamma or default_gamma(self.answerer.device),)
+        return GAMMAS.get(self.answerer.device, GAMMAS["cuda"])
+
+    @property
     def minutes(self) -> float:
         """The most that the run may take."""
         return self.config.minutes or (CPU_MINUTES if self.answerer.device == "cpu" else math.inf)
@@ -322,8 +329,8 @@ class TuneJob:
         strict = {} if RuleRequest(rule).kind.lossless else {name: getattr(self.config, name) for name in STRICT}
         return plan_runs([with_options(rule, **strict)], [gamma], judges, self.pair)[0]
 
-    def split_by_gamma(self, gamma: int | None) -> SplitFamilies:
-        """The families that share δ at this γ, None: as far as known before it is chosen, and the other rules."""
+    def split_by_gamma(self, gamma: int) -> SplitFamilies:
+        """The families that share δ at this γ, and the other rules."""
         return split_by_gamma(self.families, gamma, None if self.judge is None else self.judge.config)
 
     def claim(self, families: Collection[str]) -> certify.Claim:
@@ -333,7 +340,7 @@ class TuneJob:
 
     def describe_outlook(self) -> str:
         """What so many prompts can certify, before any is decoded."""
-        families, _ = self.split_by_gamma(self.config.gamma)
+        families, _ = self.split_by_gamma(self.gammas[-1])
         claim = self.claim(families)
         fewest = certify.find_fewest_prompts(claim.epsilon, claim.delta)
         needed = certify.estimate_needed_prompts(claim.epsilon, claim.delta)
@@ -344,8 +351,7 @@ class TuneJob:
         from selfjudge.engine.select import PairEngines
         from selfjudge.models.tokens import hash_tokenizer
 
-        pair, config = self.pair, self.config
-        judge = self.judge if "judged" in self.families else None
+        pair, config, judge = self.pair, self.config, self.judge
         return {
             "tasks": config.evaluation.tasks,
             "prompts_sha256": hash_prompts([prompt for group in (*self.aside, *self.groups) for prompt in group]),
@@ -353,7 +359,7 @@ class TuneJob:
             "load": self.loads,
             "minutes": None if math.isinf(self.minutes) else self.minutes,
             "groups": pack([len(group) for group in (*self.aside, *self.groups)]),
-            "families": self.families,
+            "families" if config.rules is None else NAMED: self.families,
             "judge": None if judge is None else [judge.digest(), judge.config.quality_curve],
             "measure": self.measure.name,
             "max_new_tokens": self.max_new_tokens,

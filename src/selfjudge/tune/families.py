@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.rule_parser import STRICT, RuleRequest, rule_options, with_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 
@@ -21,6 +21,7 @@ _RULES: dict[str, tuple[str, ...]] = {
     "topk": tuple(f"topk:{k},guard=on" for k in (2, 3, 5)),
 }
 FAMILIES = tuple(_RULES)
+NAMED = "rules"  # the family of rules that the user names, in the order given
 _QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the judge rejects
 _THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # thresholds of a judge without a quality curve
 Families = dict[str, tuple[str, ...]]  # the rules of each family as text, from strict to loose
@@ -38,6 +39,21 @@ def list_families(names: Sequence[str], judge: JudgeConfig | None) -> Families:
     return {name: _list_judged(judge) if name == "judged" else _RULES[name] for name in names}
 
 
+def name_rules(texts: Sequence[str]) -> tuple[str, ...]:
+    """Rules as candidates: guarded as those of families are, unless their text says otherwise."""
+    named = dict.fromkeys(texts)
+    for text in named:
+        kind, options = RuleRequest(text).kind, RuleRequest(text).options
+        if kind.lossless:
+            raise SelfJudgeError(f"`rules` are relaxed ones, each is compared with exact: leave out {text}")
+        if STRICT.keys() & options.keys():
+            raise SelfJudgeError(
+                f"{text}: give `strict_start` and `strict_code` for all `rules`, not in the text of one"
+            )
+        named[text] = None if "guard" in options or rule_options(kind)["guard"] else "on"
+    return tuple(with_options(text, guard=guard) for text, guard in named.items())
+
+
 def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
     """The judged rules with distinct thresholds below 1, the largest first."""
     if judge is None:
@@ -48,7 +64,8 @@ def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
 
 
 def split_by_gamma(families: Families, gamma: int | None, judge: JudgeConfig | None) -> SplitFamilies:
-    """Families with the rules that work at this γ, None: at some, and the other rules; raises if none works."""
+    """Families with the rules that work at this γ, None: at some, and the other rules; raises if none works, or if a
+    rule that the user named does not."""
     kept: Families = {}
     refused: list[RefusedRule] = []
     for family, rules in families.items():
@@ -57,6 +74,8 @@ def split_by_gamma(families: Families, gamma: int | None, judge: JudgeConfig | N
                 RuleRequest(rule, gamma=gamma).resolve((), judge)
                 kept[family] = (*kept.get(family, ()), rule)
             except SelfJudgeError as error:
+                if family == NAMED:
+                    raise
                 refused.append((family, rule, str(error)))
     if not kept:
         raise SelfJudgeError(refused[-1][2])
@@ -88,19 +107,21 @@ def find_rate(speeds: Speeds, load: int, rules: Collection[str]) -> float:
 
 def plan_pairs(families: Families, speeds: Speeds, loads: Sequence[int], gamma: int, gain: float = LEAST_GAIN) -> Pairs:
     """The pairs of each family, from strict to loose, then by γ, that are faster at a load, by `gain`, than `exact`,
-    plain decoding and the pair before; with 0, as it was once, than the first two. Without speeds all, at `gamma`."""
+    plain decoding and the pair before; with 0, as it was once, than the first two. Named rules: all, in their order.
+    Without speeds all, at `gamma`."""
     if not speeds:
         return {name: [RulePair(rule, gamma, tuple(loads)) for rule in rules] for name, rules in families.items()}
     pairs: Pairs = {}
     for name, rules in families.items():
-        reached = {load: find_rate(speeds, load, BASELINES) for load in loads}
+        least = 0.0 if name == NAMED else gain
+        reached = {load: 0.0 if name == NAMED else find_rate(speeds, load, BASELINES) for load in loads}
         for rule in rules:
             by_gamma: dict[int, list[int]] = {}
             for load in loads:
                 best = find_best(speeds, load, (rule,))
-                if best is not None and best["tokens_per_second"] > (1 + gain) * reached[load]:
+                if best is not None and best["tokens_per_second"] > (1 + least) * reached[load]:
                     by_gamma.setdefault(int(best["gamma"]), []).append(load)
-                    reached[load] = best["tokens_per_second"] if gain else reached[load]
+                    reached[load] = best["tokens_per_second"] if least else reached[load]
             if by_gamma:
                 own = [RulePair(rule, chosen, tuple(at)) for chosen, at in sorted(by_gamma.items())]
                 pairs.setdefault(name, []).extend(own)

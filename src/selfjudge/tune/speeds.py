@@ -15,7 +15,7 @@ from selfjudge.evaluate.compare import Interval
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
 from selfjudge.tasks import Prompt, Row
-from selfjudge.tune.families import BASELINES, LEAST_GAIN, Families, find_best, find_rate
+from selfjudge.tune.families import BASELINES, LEAST_GAIN, NAMED, Families, find_best, find_rate
 from selfjudge.types import Notify, Origin, ignore, prefix_stages
 
 # Tokens of an answer that is counted or timed, by device: fewer would time prefill and what guards verify exactly.
@@ -55,18 +55,18 @@ class PairSearch:
     _looser: dict[str, str] = field(default_factory=dict)  # the next rule of a rule's family
 
     def search(self, families: Families) -> list[Row]:
-        """Rows of plain decoding, `exact` and each family, from its loosest rule until one is too slow at all loads."""
+        """Rows of plain decoding, `exact` and each family: all named rules, else from the loosest until one is too slow."""
         for rule, gamma in (("plain", 0), *(("exact", gamma) for gamma in self.gammas)):
             self._look(rule, gamma)
         bars = {load: (1 + LEAST_GAIN) * find_rate(self.speeds, load, BASELINES) for load in self.costs}
-        for rules in families.values():
+        for name, rules in families.items():
             self._looser |= dict(pairwise(rules))
             start = {load: int((find_best(self.speeds, load, ("exact",)) or {})["gamma"]) for load in self.costs}
             for rule in reversed(rules):
                 self.notify(f"counting the tokens of cycles, {rule}", 0.0)
                 for load in self.costs:
                     start[load] = self._climb(rule, load, start[load])
-                if all(find_rate(self.speeds, load, (rule,)) <= bar for load, bar in bars.items()):
+                if name != NAMED and all(find_rate(self.speeds, load, (rule,)) <= bar for load, bar in bars.items()):
                     break
         return self.speeds
 

@@ -19,7 +19,6 @@ from selfjudge.tasks import Row
 from selfjudge.tune import certify
 from selfjudge.tune.calibration import TuneJob, remark
 from selfjudge.tune.certify import Claim, Decision, Floats
-from selfjudge.tune.config import GAMMAS
 from selfjudge.tune.families import BASELINES, LEAST_GAIN, Pairs, find_best, plan_pairs
 from selfjudge.tune.speeds import COUNTED_PROMPTS, TIMED_TOKENS, Clock, Comparison, PairSearch
 from selfjudge.types import Generation, Notify, Warn, default_gamma
@@ -337,16 +336,14 @@ class Tuning:
         return [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)]
 
     def _find_speeds(self) -> list[Row]:
-        """Expected speeds of all rules (`speeds.PairSearch`) on the prompts set aside. None if γ is given, times are
-        not wanted, or another γ takes another start of the engine."""
-        job, answerer, loads = self.job, self.job.answerer, self.job.loads
-        if not job.config.times or job.config.gamma or answerer.one_gamma:
+        """Expected speeds of all rules (`speeds.PairSearch`) on the prompts set aside; none if there is one γ."""
+        job, answerer, loads, gammas = self.job, self.job.answerer, self.job.loads, self.job.gammas
+        if len(gammas) == 1:
             return []
         if (seal := self.folder.sealed("speed", str(loads), SpeedSeal)) is not None:
             return list(seal["speeds"])
         self.notify("measuring what a cycle costs", 0.0)
         prompts = [group[0].prompt for group in job.aside][:COUNTED_PROMPTS]
-        gammas = GAMMAS.get(answerer.device, GAMMAS["cuda"])
         costs = {load: answerer.costs(list(islice(cycle(prompts), load)), max(gammas)) for load in loads}
         tokens = min(TIMED_TOKENS.get(answerer.device, TIMED_TOKENS["cpu"]), job.max_new_tokens)
         until = self.begun + RESERVED * (self.deadline - self.begun)

@@ -14,7 +14,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.report.certificate import list_loads
 from selfjudge.store import sha256
 from selfjudge.tune.certify import Claim, average_groups, decide, describe_evidence, find_upper_bound, share_delta
-from selfjudge.tune.families import FAMILIES, Pairs, list_families, plan_pairs, split_by_gamma
+from selfjudge.tune.families import FAMILIES, NAMED, Pairs, list_families, plan_pairs, split_by_gamma
 
 CERTIFICATE = "certificate.json"
 SHARED = (  # what recipe and certificate both say
@@ -152,7 +152,7 @@ def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfi
             tested.setdefault(row["family"], []).append((row["rule"], row["gamma"]))
         if not row["refuted"]:
             failed.add(row["family"])
-    if len(tested) > len(families) or not set(families) <= set(FAMILIES):
+    if len(tested) > len(families) or not set(families) <= {*FAMILIES, NAMED}:
         raise SelfJudgeError(f"{folder}: the certificate has families that there are not, or that have no share of δ")
     gammas = {row["gamma"] for row in certificate["candidates"]}
     if len(gammas) > 1 and not certificate["speeds"]:
@@ -167,14 +167,14 @@ def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfi
 def _plan_again(
     certificate: Mapping[str, Any], gamma: int, tested: Mapping[str, list[TestedPair]], judge: JudgeConfig | None
 ) -> Pairs:
-    """The pairs in `tune`'s order; without speeds all have `gamma`. Judged rules cannot be looked up without a judge,
-    and are taken as tested: none of them is the recipe's."""
-    known = [name for name in tested if name != "judged" or judge is not None]
+    """The pairs in `tune`'s order; without speeds all have `gamma`. Named rules are in the order in which they were
+    tested. So are judged rules without a judge, which cannot be looked up: none of them is the recipe's."""
+    known = [name for name in tested if name != NAMED and (name != "judged" or judge is not None)]
     rules, speeds = list_families(sorted(known), judge), certificate["speeds"]
     if rules and not speeds:
         rules, _ = split_by_gamma(rules, gamma, judge)
-    if len(known) < len(tested):
-        rules["judged"] = tuple(dict.fromkeys(rule for rule, _ in tested["judged"] if rule.startswith("judged:")))
+    for name in tested.keys() - known:
+        rules[name] = tuple(dict.fromkeys(r for r, _ in tested[name] if name == NAMED or r.startswith("judged:")))
     loads = [row["load"] for row in list_loads(certificate)]
     return plan_pairs(rules, speeds, loads, gamma, certificate.get("least_gain", 0))  # `LEAST_GAIN`, or an earlier one
 
