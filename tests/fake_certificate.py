@@ -67,7 +67,7 @@ def certificate(
         "families": families, "candidates": [
             *(candidate(tried, own, differences, certified, "certified after 300 prompts") for tried in order[: place + 1]),
             *(candidate(tried, own, [1.0] * 9 if certified else [], False, "not certified: the loss shown by 96 prompts is above ε; more prompts of the same kind will not certify it") for tried in order[place + 1 : place + 2]),
-            candidate("topk:5,guard=on", "topk", [], False, "not tried: a stricter rule of its family is not certified"),
+            candidate("topk:5,guard=on", "topk", [], False, "not tried: a rule before it is not certified"),
         ],
         "speeds": [], "target_sha256": "f" * 64, "draft_sha256": "e" * 64, "tokenizer_sha256": "b" * 64, "prompts_sha256": "a" * 64,
         "max_new_tokens": 64, "batch": 8, "engine": "cpu", "dtype": "float32", "draft_dtype": None, "machine": {"cpu": "Some Processor"},

@@ -449,6 +449,36 @@ def test_a_family_that_gamma_excludes_has_no_share_of_delta(
     assert "Families (margin) have equal shares" in page_text((tmp_path / "t" / "certificate.html").read_text())
 
 
+def test_named_rules_are_tested_in_their_order_under_the_whole_delta(
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadWatch, "describe", lambda self, turns=(): "")
+    cheap_drafts(monkeypatch)
+    rules, out = ("topk:3", "margin:price=0.4", "margin:0.1"), tmp_path / "t"
+    named = replace(config, families=TuneConfig().families, rules=rules, gamma=None, times=True, load=(4, 1))
+    said: list[str] = []
+    tune_pair(tiny_pair, out, named, warn=said.append)
+    assert any("confidence over 1 family" in line for line in said)
+    assert not any("no judge" in line for line in said)
+    certificate = Recipe.load(out).certificate
+    assert certificate["families"] == ["rules"]
+    tried = [row["rule"] for row in certificate["candidates"]]
+    assert list(dict.fromkeys(tried)) == [f"{rule},guard=on" for rule in rules]
+    assert {tuple(row["loads"]) for row in certificate["candidates"]} <= {(4, 1), (4,), (1,)}
+    tested = [row for row in certificate["candidates"] if row["n_used"]]
+    assert [row["rule"] for row in tested] == tried[: len(tested)]
+    assert all(row["refuted"] for row in tested)  # no score of this model changes
+    assert certificate["evidence"] is None or certificate["evidence"]["delta"] == share_delta(named.delta, 1)
+    assert "were named for this run" in page_text((out / "certificate.html").read_text())
+    for others in (rules[::-1], rules[:2]):
+        with pytest.raises(SelfJudgeError, match="begun with another rules:"):
+            tune_pair(tiny_pair, out, replace(named, rules=others))
+    with pytest.raises(SelfJudgeError, match="begun with another families:"):
+        tune_pair(tiny_pair, out, replace(named, rules=None))
+    again = tune_pair(tiny_pair, tmp_path / "again", replace(named, rules=rules[::-1]))
+    assert again.certificate["attempt"] == 2  # on the same prompts: the ledger knows them
+
+
 def test_a_judged_recipe_carries_its_judge(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

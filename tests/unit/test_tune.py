@@ -108,6 +108,25 @@ def test_judged_is_left_out_of_all_families_where_there_is_no_judge() -> None:
     assert list(list_families(FAMILIES, None)) == ["margin", "priced", "fly", "topk"]
 
 
+def test_named_rules_are_one_family_guarded_as_others_are(tmp_path: Path) -> None:
+    named = ("margin:price=0.2", "topk:3,guard=off", "judged:q0.9", "margin:0.5", "margin:price=0.2")
+    rules = ("margin:price=0.2,guard=on", "topk:3,guard=off", "judged:q0.9", "margin:0.5,guard=on")
+    assert list_families(FAMILIES, JUDGE, named) == {"rules": rules}
+    assert rules[0] in list_families(["priced"], None)["priced"]
+    file = rows(tmp_path / "mine.jsonl", *({"prompt": f"w{i}"} for i in range(40)))
+    config = TuneConfig(prompts=file, epsilon=0.1, rules=named)
+    check_calibration(config, JUDGE)
+    assert (config.uses_judge, replace(config, rules=("margin:1",)).uses_judge) == (True, False)
+    with pytest.raises(SelfJudgeError, match="rule 'judged' needs a judge and none ships"):
+        check_calibration(config, None)
+    with pytest.raises(SelfJudgeError, match="needs `gamma` > 2"):
+        check_calibration(replace(config, rules=("margin:1", "fly:0.3,2"), gamma=2), None)
+    with pytest.raises(
+        SelfJudgeError, match=r"over 1 family: at least .* are needed, .*; give more prompts or a larger"
+    ):
+        check_calibration(replace(config, epsilon=0.05), JUDGE)
+
+
 def test_so_few_prompts_are_refused_by_themselves(tmp_path: Path) -> None:
     file = rows(tmp_path / "mine.jsonl", *({"prompt": f"w{i % 30}"} for i in range(40)))  # ten are repeated
     config = TuneConfig(prompts=file, epsilon=0.3, families=("margin",))
@@ -152,6 +171,12 @@ def test_families_that_gamma_excludes_need_no_prompts(tmp_path: Path) -> None:
         ({"families": ()}, "`families` names no family"),
         ({"families": ("margin", "margin")}, "names a family twice"),
         ({"families": ("magic",)}, "unknown `families` 'magic'"),
+        ({"rules": ()}, "`rules` names one rule or more"),
+        ({"rules": "margin:1"}, "`rules` must be a tuple"),
+        ({"rules": ("margin:1",), "families": ("topk",)}, "instead of `families`: give one of the two"),
+        ({"rules": ("margin:1", "magic")}, "unknown rule 'magic'"),
+        ({"rules": ("margin:1", "exact")}, "`rules` names exact: give relaxed rules"),
+        ({"rules": ("margin:1,strict_code=off",)}, "options of their own"),
         ({"tasks": ()}, "give one of the two"),
         ({"prompts": Path("x.jsonl")}, "give one of the two"),
         ({"minutes": 0.0}, "`minutes` must be more than 0"),

@@ -14,18 +14,8 @@ import typer
 
 import selfjudge
 from selfjudge.bench.config import DecodeBenchConfig, DemoConfig
-from selfjudge.cli.options import (
-    RECIPE_IS_COMPLETE,
-    SMALL,
-    AnsweringPair,
-    AsJson,
-    Options,
-    PairOptions,
-    RecipeFolder,
-    Result,
-    Setup,
-    describe_size,
-)
+from selfjudge.cli import options
+from selfjudge.cli.options import SMALL, AnsweringPair, AsJson, Options, PairOptions, RecipeFolder, Result, Setup
 from selfjudge.cli.output import Progress, fill_text, print_json, print_rows, print_text, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
@@ -57,7 +47,7 @@ def bench(
     """
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
     if recipe is not None and config.gammas != DecodeBenchConfig.gammas:
-        raise SelfJudgeError(RECIPE_IS_COMPLETE)
+        raise SelfJudgeError(options.RECIPE_IS_COMPLETE)
     setup = Setup.of(recipe, models, request)
     models = setup.models
     wanted = setup.request != OPEN_REQUEST or (judged and models.shipped_judge)
@@ -101,7 +91,7 @@ def demo(
     result: dict[str, Any] = {"rows": []}
     alone = config.small or large.name == SMALL
     names = [SMALL] if alone else [large.name, SMALL]
-    models = [describe_size(name) if name in EMBEDDED else name for name in names]
+    models = [options.describe_size(name) if name in EMBEDDED else name for name in names]
     try:
         with redirect_stdout(io.StringIO()) if as_json else nullcontext():
             print_text("demo-takes", models=models, alone=alone, quick=config.quick)

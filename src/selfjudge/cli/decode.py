@@ -63,9 +63,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
     recipe: RecipeFolder = None,
     color: Annotated[bool, typer.Option("--color", help="Tint drafted tokens; a legend says how.")] = False,
-    schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema: the answer is JSON that fits it.")
-    ] = None,
+    schema: Annotated[Path | None, typer.Option(help="File with a JSON schema: the answer is JSON that fits.")] = None,
     as_json: AsJson = False,
     *,
     models: AnsweringPair,

@@ -120,8 +120,7 @@ def examine(notify: Progress) -> Iterator[Check]:
 
 
 def _check_packages(name: str, extra: str, *found: str) -> Check:
-    """The packages of an extra, or ours after what was `found` already. Of what is missing pip takes the newest: short
-    lines are not broken in the table."""
+    """An extra's packages, or ours after what was `found`. Of missing ones pip takes the newest: lines stay short."""
     wanted = requirements(extra)
     unmet = [r for r in wanted if not state(r)[1]]
     shown = [*found, *(state(r)[0] for r in unmet or ([] if found else wanted))]

@@ -8,17 +8,8 @@ import typer
 
 import selfjudge
 from selfjudge import evaluate as evaluation, tune as tuning
-from selfjudge.cli.options import (
-    RECIPE_IS_COMPLETE,
-    AnsweringPair,
-    BackendOptions,
-    Options,
-    PairOptions,
-    RecipeFolder,
-    Result,
-    Resume,
-    Setup,
-)
+from selfjudge.cli import options
+from selfjudge.cli.options import AnsweringPair, BackendOptions, Options, PairOptions, RecipeFolder, Result, Resume
 from selfjudge.cli.output import Progress, as_options, print_text, waiting, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
@@ -52,8 +43,8 @@ def evaluate(
     """
     RunFolder(out).claim(resume=resume)
     if recipe is not None and (config.rules is not None or config.gammas):
-        raise SelfJudgeError(RECIPE_IS_COMPLETE)
-    setup = Setup.of(recipe, models, OPEN_REQUEST)
+        raise SelfJudgeError(options.RECIPE_IS_COMPLETE)
+    setup = options.Setup.of(recipe, models, OPEN_REQUEST)
     if setup.recipe is not None:
         models = setup.models
         if setup.request.judge:
@@ -75,11 +66,9 @@ def evaluate(
     for loaded in judges.values():
         loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     with Progress(resume="go on with --resume") as update:
-        summaries = evaluation.evaluate_rules(
-            pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn
-        )
-    yield summaries
-    print_text("eval", summaries=summaries, fewest=FEWEST_SCORED)
+        rows = evaluation.evaluate_rules(pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn)
+    yield rows
+    print_text("eval", summaries=rows, fewest=FEWEST_SCORED)
     typer.echo(explain("m", "γ", "judged"), err=True)
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 
@@ -169,13 +158,10 @@ def tune(
 
     Example: selfjudge tune --tasks arithmetic --limit 200 --epsilon 0.1 --out tuned
 
-    Example: selfjudge tune --prompts mine.jsonl --load 1,8,64 --out tuned
-
-    Example: selfjudge tune --prompts mine.jsonl --rules "margin:price=0.2 margin:price=0.4" --out tuned
+    Example: selfjudge tune --prompts mine.jsonl --load 1,8,64 --rules "margin:price=0.2 margin:price=0.4" --out tuned
     """
     if judge is not None and not config.uses_judge:
-        where = "family in `families`" if config.rules is None else "rule in `rules`"
-        raise SelfJudgeError(f"no {where} uses a judge: leave out `judge`, or add judged")
+        raise SelfJudgeError("nothing in `families` or `rules` uses a judge: leave out `judge`, or add judged")
     RunFolder(out, done=RECIPE).claim(resume=resume)
     source = judge or models.shipped_judge
     known = None if source is None else JudgeConfig.from_pretrained(source)

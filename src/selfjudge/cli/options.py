@@ -2,8 +2,7 @@
 command takes whole groups of options: a parameter `config: LabelConfig` gives it the options of that config, and the
 command gets the built and checked config. One that yields its result has the option --json, which prints it and ends
 the command there; without it the command goes on, and prints the result for people. Groups that several commands share
-are here, with the pair and the rule that they name. What can be checked from the command line and small files is
-refused before torch is imported."""
+are here, with the pair and rule that they name. What command line and small files tell is refused before torch."""
 
 from __future__ import annotations
 
@@ -37,14 +36,10 @@ if TYPE_CHECKING:
 
     from selfjudge.evaluate.execute import Answerer
 
-RECIPE_IS_COMPLETE = (
-    "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
-)
+RECIPE_IS_COMPLETE = "a recipe is complete: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
 DEFAULT_PAIR = "SELFJUDGE_PAIR"  # the variable that names another default pair, for all commands
 SMALL, LARGE = "smollm2-135m", "qwen2.5-coder-1.5b"
-RecipeFolder = Annotated[
-    Path | None, typer.Option("--recipe", help="Folder that `selfjudge tune` made: its pair, rule, γ and judge.")
-]
+RecipeFolder = Annotated[Path | None, typer.Option("--recipe", help="Folder of `selfjudge tune`: pair, rule, γ, judge")]
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -120,8 +115,7 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
         one = f.name.upper().removesuffix("S") if f.name.endswith("s") else "TEXT"
         return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else one, help=words)]
     bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
-    text = hint is Any or str in get_args(hint) or _has_blanks(f, hint)
-    typed = str | None if text else hint  # other types are given by their names
+    typed = str | None if hint is Any or str in get_args(hint) or _has_blanks(f, hint) else hint
     return Annotated[typed, typer.Option(help=words, **bounds)]
 
 
@@ -346,8 +340,7 @@ class Setup:
     @classmethod
     def of(cls, folder: Path | None, models: PairOptions, request: RuleRequest, load: int | None = None) -> Setup:
         """The given models and rule; with the folder of a recipe, those of its row that fits `load` requests at a time,
-        or of its first. Then only models may be given too. Other models than the recipe's are refused by their
-        checksums once they are loaded."""
+        or of its first. Then only models may be given too; others than the recipe's are refused once they are there."""
         if folder is None:
             return cls(models, request)
         if request != OPEN_REQUEST:

@@ -78,8 +78,7 @@ def warn(text: str) -> None:
 class Progress:
     """Says on stderr what is going on: one changing line with a bar on a terminal, otherwise lines. Without a terminal,
     a stage is said when it begins, and again every QUIET seconds while it lasts. With `patient` nothing is said before
-    QUIET seconds have passed: work that is soon done, or fails at once, leaves no line. `resume` says after Ctrl-C how
-    the work is continued."""
+    QUIET seconds have passed: work that is soon done leaves no line. `resume` says after Ctrl-C how it is continued."""
 
     def __init__(self, patient: bool = False, resume: str = "") -> None:
         self._patient, self._resume = patient, resume

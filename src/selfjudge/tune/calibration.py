@@ -23,7 +23,7 @@ from selfjudge.report.formats import Sentences
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune import certify
 from selfjudge.tune.config import BATCHES, CPU_MINUTES, FILE_TOKENS, GAMMAS, LOADS, TuneConfig
-from selfjudge.tune.families import FAMILIES, NAMED, Families, SplitFamilies, split_by_gamma
+from selfjudge.tune.families import NAMED, Families, SplitFamilies, list_families, split_by_gamma
 from selfjudge.tune.independence import SHINGLE, Groups, key_prompt, normalise
 from selfjudge.tune.verify import pack
 from selfjudge.types import Warn, default_gamma
@@ -76,6 +76,9 @@ class CalibrationPrompt:
         return normalise(join_messages(self.prompt))
 
 
+Prompts = Sequence[CalibrationPrompt]
+
+
 def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[list[CalibrationPrompt]]:
     """The prompts of all tasks by group, in the order that their texts and `salt` give. A repeated one counts once."""
     tasks = load_examples(config.evaluation)
@@ -126,7 +129,7 @@ def limit_prompts(groups: Sequence[list[CalibrationPrompt]], limit: int | None) 
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     """Before models load, refuse what prompts and settings rule out, such as an ε that so few cannot certify. If the
     device chooses the batch, a CPU's is assumed, which sets the fewest aside; the error's count suffices on CUDA."""
-    families, _ = split_by_gamma(config.list_families(judge), config.gamma, judge)
+    families, _ = split_by_gamma(list_families(config.families, judge, config.rules), config.gamma, judge)
     repeated: list[str] = []
     groups = load_calibration(config, repeated.append)
     choose_measure(config.measure, [prompt for group in groups for prompt in group])
@@ -145,7 +148,7 @@ def _explained(*remarks: str) -> Iterator[None]:
         raise SelfJudgeError("; ".join([*filter(None, remarks), str(error)])) from None
 
 
-def _check_strict_code(config: TuneConfig, prompts: Sequence[CalibrationPrompt]) -> None:
+def _check_strict_code(config: TuneConfig, prompts: Prompts) -> None:
     """Refuse to certify rules for code and structure on prompts most of which ask for neither."""
     asked = sum(asks_for_structure(join_messages(prompt.prompt)) for prompt in prompts)
     if not config.strict_code and 2 * asked < len(prompts):
@@ -155,15 +158,13 @@ def _check_strict_code(config: TuneConfig, prompts: Sequence[CalibrationPrompt])
         )
 
 
-def hash_prompts(prompts: Sequence[CalibrationPrompt]) -> str:
+def hash_prompts(prompts: Prompts) -> str:
     """SHA-256 of prompts, their right answers and their order."""
     text = "".join(f"{p.id}:{p.prompt}:{p.gold}:{p.row.get('check')}\n" for p in prompts)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def refuse_learnt(
-    pair: Pair, prompts: Sequence[CalibrationPrompt], judge: Judge | None, config: TuneConfig, warn: Warn
-) -> None:
+def refuse_learnt(pair: Pair, prompts: Prompts, judge: Judge | None, config: TuneConfig, warn: Warn) -> None:
     """Refuse prompts that the draft or the judge was trained on; warn where that cannot be known."""
     judges, given = {} if judge is None else {"the judge": judge}, [prompt.prompt for prompt in prompts]
     for name, learnt in find_learnt(pair, judges, given, config.evaluation.tasks, config.data):
@@ -176,7 +177,7 @@ def refuse_learnt(
             )
 
 
-def choose_measure(wanted: str, prompts: Sequence[CalibrationPrompt]) -> LossMeasure:
+def choose_measure(wanted: str, prompts: Prompts) -> LossMeasure:
     """The measure of that name. `auto` is the score if all prompts have one, overlap if none has."""
     scored = sum(prompt.has_score for prompt in prompts)
     if wanted == "overlap" or (wanted == "auto" and not scored):
@@ -199,9 +200,7 @@ class LossMeasure:
 
     name: str
 
-    def score(
-        self, prompts: Sequence[CalibrationPrompt], texts: Sequence[str]
-    ) -> list[tuple[str | None, dict[str, float]]]:
+    def score(self, prompts: Prompts, texts: Sequence[str]) -> list[tuple[str | None, dict[str, float]]]:
         """The answer found in each text, and its scores; neither if words alone count."""
         results: list[tuple[str | None, dict[str, float]]] = [(None, {})] * len(prompts)
         if self.name == "overlap":
@@ -251,9 +250,9 @@ class TuneJob:
         from selfjudge.judge.model import Judge
 
         loaded = Judge.from_pretrained(judge) if isinstance(judge, str | Path) else judge or pair.judge
-        if loaded is None and config.rules is None and config.families == FAMILIES:
+        if loaded is None and config.uses_judge:
             warn("no judge ships for this target: the family judged is left out")
-        families = config.list_families(None if loaded is None else loaded.config)
+        families = list_families(config.families, None if loaded is None else loaded.config, config.rules)
         salt = f"{pair.target_sha256 or pair.target_id} {pair.draft_sha256 or pair.draft_id}"
         groups = limit_prompts(load_calibration(config, warn, salt), config.limit)
         prompts = [prompt for group in groups for prompt in group]

@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfjudge.decoding.guards import STRICT_CODE, STRICT_START
-from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError, expect
-from selfjudge.evaluate.config import EvalConfig
-from selfjudge.judge.config import JudgeConfig
+from selfjudge.evaluate.config import EvalConfig, needs_judge
 from selfjudge.tasks import FILE
-from selfjudge.tune.families import FAMILIES, NAMED, Families, list_families, name_rules
+from selfjudge.tune.families import FAMILIES, name_rules
 from selfjudge.tune.independence import SIMILAR
 from selfjudge.tune.recipe import read_key
 from selfjudge.types import MAX_GAMMA, check_settings, setting
@@ -35,17 +33,11 @@ class TuneConfig:
     limit: int | None = setting(None, "Prompts to use, drawn by a hash; all if not given.", minimum=1)
     families: tuple[str, ...] = setting(FAMILIES, "Families of rules to try.", choices=FAMILIES)
     rules: tuple[str, ...] | None = setting(
-        None,
-        "Rules to test instead of families, such as 'margin:price=0.2 margin:price=0.4', in this order until one fails."
-        " Choose them and their order before you see results on these prompts: else the certificate does not hold.",
+        None, "Rules to test instead of families, in this order until one fails. Choose it before you see results."
     )
     measure: str = setting("auto", "What must be kept; auto: the score, else overlap.", choices=MEASURES)
-    gamma: int | None = setting(
-        None, "Draft tokens per cycle; else the best at each load.", minimum=1, maximum=MAX_GAMMA
-    )
-    load: tuple[int, ...] = setting(
-        (), "Requests at a time, such as 1,8,64: a row of the recipe for each; 1, on CUDA 1,8,64.", minimum=1
-    )
+    gamma: int | None = setting(None, "Draft tokens per cycle; else each load's best.", minimum=1, maximum=MAX_GAMMA)
+    load: tuple[int, ...] = setting((), "Requests at a time: a row of the recipe each; 1, on CUDA 1,8,64.", minimum=1)
     strict_start: int = setting(STRICT_START, "First tokens of an answer that rules verify exactly.", minimum=0)
     strict_code: bool = setting(STRICT_CODE, "Verify code and structure exactly.")
     max_new_tokens: int | None = setting(None, "Maximum new tokens; the task's, for a file 256.", minimum=1)
@@ -65,10 +57,8 @@ class TuneConfig:
             expect(value < 1, name, "less than 1", value)
         if bool(self.tasks) == (self.prompts is not None):
             raise SelfJudgeError("prompts come from `tasks` or from `prompts`: give one of the two")
-        if self.rules is not None and tuple(self.families) != FAMILIES:
-            raise SelfJudgeError("`rules` are tried instead of `families`: leave out one of the two")
-        if self.rules is not None and not name_rules(self.rules):
-            raise SelfJudgeError("`rules` names no rule; see selfjudge ls rules")
+        if self.rules is not None and (not name_rules(self.rules) or tuple(self.families) != FAMILIES):
+            raise SelfJudgeError("`rules` names one rule or more, tested instead of `families`: give one of the two")
         if not self.families:
             raise SelfJudgeError(f"`families` names no family; there are: {', '.join(FAMILIES)}")
         if len(set(self.families)) < len(self.families):
@@ -82,11 +72,7 @@ class TuneConfig:
     @property
     def uses_judge(self) -> bool:
         """Whether a rule that is tried may use a judge."""
-        return "judged" in self.families if self.rules is None else any(RuleRequest(r).needs_judge for r in self.rules)
-
-    def list_families(self, judge: JudgeConfig | None) -> Families:
-        """The rules that are tried; those that `rules` names are one family."""
-        return list_families(self.families, judge) if self.rules is None else {NAMED: name_rules(self.rules)}
+        return "judged" in self.families if self.rules is None else any(map(needs_judge, self.rules))
 
     @property
     def evaluation(self) -> EvalConfig:

@@ -1,9 +1,9 @@
 """The rules that `tune` tries, in families from strict to loose, and the pairs of a rule and γ that it tests. No torch.
-All rules are guarded: at end-of-sequence and other special tokens the target alone decides. A rule's speed at a γ and a
-load (rows at a time) is its tokens per cycle over the seconds of such a cycle. A rule has a best γ at each load, and a
-pair is tested if it may gain over `exact` and plain decoding at theirs, and over the stricter pair before it. Speeds
-are measured on prompts set aside and kept in the certificate, so whoever verifies it finds the same pairs."""
+At end-of-sequence and other special tokens the target alone decides. A rule's speed at a γ and a load (rows at a time)
+is its tokens per cycle over the seconds of such a cycle. It has a best γ at each load, and a pair is tested if it may
+gain over `exact`, plain decoding and the stricter pair before it. Speeds are of prompts set aside, and kept."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +29,14 @@ RefusedRule = tuple[str, str, str]  # the family and text of a rule that does no
 SplitFamilies = tuple[Families, list[RefusedRule]]
 BASELINES = ("exact", "plain")
 LEAST_GAIN = 0.03  # of a pair that is tested, by expected speeds: one that gains less cannot be shown to pay
+PUT_OFF = 3  # a pair is tested last if the next looser one is expected to gain more than so many times as much
 Speeds = Sequence[dict[str, Any]]  # rows of load, rule, γ, tokens per cycle and expected tokens/s
 
 
-def list_families(names: Sequence[str], judge: JudgeConfig | None) -> Families:
-    """Families by name. Without a judge, judged is left out if all are named, and refused if it is one of several."""
+def list_families(names: Sequence[str], judge: JudgeConfig | None, rules: Sequence[str] | None = None) -> Families:
+    """Families by name, or of these `rules`. Without a judge, judged is left out of all, and refused among several."""
+    if rules is not None:
+        return {NAMED: name_rules(rules)}
     if judge is None and tuple(names) == FAMILIES:
         names = [name for name in names if name != "judged"]
     return {name: _list_judged(judge) if name == "judged" else _RULES[name] for name in names}
@@ -44,12 +47,8 @@ def name_rules(texts: Sequence[str]) -> tuple[str, ...]:
     named = dict.fromkeys(texts)
     for text in named:
         kind, options = RuleRequest(text).kind, RuleRequest(text).options
-        if kind.lossless:
-            raise SelfJudgeError(f"`rules` are relaxed ones, each is compared with exact: leave out {text}")
-        if STRICT.keys() & options.keys():
-            raise SelfJudgeError(
-                f"{text}: give `strict_start` and `strict_code` for all `rules`, not in the text of one"
-            )
+        if kind.lossless or STRICT.keys() & options.keys():
+            raise SelfJudgeError(f"`rules` names {text}: give relaxed rules, and `strict_…` as options of their own")
         named[text] = None if "guard" in options or rule_options(kind)["guard"] else "on"
     return tuple(with_options(text, guard=guard) for text, guard in named.items())
 
@@ -64,8 +63,7 @@ def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
 
 
 def split_by_gamma(families: Families, gamma: int | None, judge: JudgeConfig | None) -> SplitFamilies:
-    """Families with the rules that work at this γ, None: at some, and the other rules; raises if none works, or if a
-    rule that the user named does not."""
+    """Families with the rules that work at this γ, None: at some, and the others; raises if none or a named one not."""
     kept: Families = {}
     refused: list[RefusedRule] = []
     for family, rules in families.items():
@@ -105,24 +103,32 @@ def find_rate(speeds: Speeds, load: int, rules: Collection[str]) -> float:
     return float((find_best(speeds, load, rules) or {"tokens_per_second": 0})["tokens_per_second"])
 
 
-def plan_pairs(families: Families, speeds: Speeds, loads: Sequence[int], gamma: int, gain: float = LEAST_GAIN) -> Pairs:
-    """The pairs of each family, from strict to loose, then by γ, that are faster at a load, by `gain`, than `exact`,
-    plain decoding and the pair before; with 0, as it was once, than the first two. Named rules: all, in their order.
-    Without speeds all, at `gamma`."""
+def plan_pairs(families: Families, speeds: Speeds, loads: Sequence[int], gamma: int, *version: float) -> Pairs:
+    """The pairs of each family, from strict to loose, then by γ, that are by LEAST_GAIN faster at a load than
+    `exact`, plain decoding and the pair before; those that PUT_OFF says last. Named rules: all, in their order. Without
+    speeds all, at `gamma`. `version`: what both numbers were once; at 0 the pair before did not count."""
     if not speeds:
         return {name: [RulePair(rule, gamma, tuple(loads)) for rule in rules] for name, rules in families.items()}
-    pairs: Pairs = {}
+    pairs, (gain, times) = Pairs(), version or (LEAST_GAIN, PUT_OFF)
     for name, rules in families.items():
-        least = 0.0 if name == NAMED else gain
-        reached = {load: 0.0 if name == NAMED else find_rate(speeds, load, BASELINES) for load in loads}
+        least = -math.inf if name == NAMED else gain
+        reached = {load: find_rate(speeds, load, BASELINES) for load in loads}
         for rule in rules:
             by_gamma: dict[int, list[int]] = {}
             for load in loads:
                 best = find_best(speeds, load, (rule,))
                 if best is not None and best["tokens_per_second"] > (1 + least) * reached[load]:
                     by_gamma.setdefault(int(best["gamma"]), []).append(load)
-                    reached[load] = best["tokens_per_second"] if least else reached[load]
+                    reached[load] = best["tokens_per_second"] if gain else reached[load]
             if by_gamma:
                 own = [RulePair(rule, chosen, tuple(at)) for chosen, at in sorted(by_gamma.items())]
                 pairs.setdefault(name, []).extend(own)
-    return pairs
+    return {name: _put_off(name, own, speeds, times) for name, own in pairs.items()}
+
+
+def _put_off(name: str, pairs: list[RulePair], speeds: Speeds, times: float) -> list[RulePair]:
+    """The pairs, with those last that at all their loads gain little against the next one there: prompts would be gone
+    before it is tested. Not against the fastest one, which mostly loses too much: then all hope would rest on it."""
+    gains = {(p, n): find_rate(speeds, n, (p.rule,)) - find_rate(speeds, n, BASELINES) for p in pairs for n in p.loads}
+    after = {(p, n): next((gains[q, n] for q in pairs[pairs.index(p) + 1 :] if n in q.loads), 0) for p, n in gains}
+    return sorted(pairs, key=lambda p: name != NAMED and all(times * gains[p, n] < after[p, n] for n in p.loads))

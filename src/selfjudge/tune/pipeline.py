@@ -33,7 +33,7 @@ from selfjudge.store.schema import AttemptSeal, Certificate, RecipeFile
 from selfjudge.tasks.base import join_messages
 from selfjudge.tune.calibration import WORDS, LossMeasure, TuneJob, remark
 from selfjudge.tune.config import FREE, TuneConfig
-from selfjudge.tune.families import LEAST_GAIN
+from selfjudge.tune.families import LEAST_GAIN, PUT_OFF
 from selfjudge.tune.independence import find_earlier, note_attempt
 from selfjudge.tune.monitor import describe_scope, measure_answer
 from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, SIGNATURE, Recipe, make_recipe, seal_recipe, sign
@@ -149,6 +149,7 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
         "candidates": [_describe_trial(trial, result) for trial in result.trials],
         "speeds": list(result.speeds),
         "least_gain": LEAST_GAIN,
+        "put_off": PUT_OFF,
         "target_sha256": pair.target_sha256,
         "draft_sha256": pair.draft_sha256,
         "tokenizer_sha256": hash_tokenizer(pair.tokenizer),

@@ -55,7 +55,7 @@ class PairSearch:
     _looser: dict[str, str] = field(default_factory=dict)  # the next rule of a rule's family
 
     def search(self, families: Families) -> list[Row]:
-        """Rows of plain decoding, `exact` and each family: all named rules, else from the loosest until one is too slow."""
+        """Rows of plain decoding, `exact`, all named rules, families from the loosest rule until one is too slow."""
         for rule, gamma in (("plain", 0), *(("exact", gamma) for gamma in self.gammas)):
             self._look(rule, gamma)
         bars = {load: (1 + LEAST_GAIN) * find_rate(self.speeds, load, BASELINES) for load in self.costs}

@@ -176,7 +176,8 @@ def _plan_again(
     for name in tested.keys() - known:
         rules[name] = tuple(dict.fromkeys(r for r, _ in tested[name] if name == NAMED or r.startswith("judged:")))
     loads = [row["load"] for row in list_loads(certificate)]
-    return plan_pairs(rules, speeds, loads, gamma, certificate.get("least_gain", 0))  # `LEAST_GAIN`, or an earlier one
+    version = certificate.get("least_gain", 0), certificate.get("put_off", math.inf)  # as now, or as they were once
+    return plan_pairs(rules, speeds, loads, gamma, *version)
 
 
 def _check_chosen(
