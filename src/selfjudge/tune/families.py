@@ -48,7 +48,7 @@ def name_rules(texts: Sequence[str]) -> tuple[str, ...]:
     for text in named:
         kind, options = RuleRequest(text).kind, RuleRequest(text).options
         if kind.lossless or STRICT.keys() & options.keys():
-            raise SelfJudgeError(f"`rules` names {text}: give relaxed rules, and `strict_…` as options of their own")
+            raise SelfJudgeError(f"`rules`: {text} must be relaxed; `strict_start` and `strict_code` are for all")
         named[text] = None if "guard" in options or rule_options(kind)["guard"] else "on"
     return tuple(with_options(text, guard=guard) for text, guard in named.items())
 
