@@ -273,14 +273,10 @@ class GammaController(GammaPolicy):
     def _speed(self, drafts: int) -> float:
         """Tokens per second and row: on static engines expected, else measured, with earlier batches as prior."""
         if self.static:
-            return self._expected_speed(drafts)
+            return self._tokens_by_gamma[drafts] / self._table[drafts]
         plain, weight = self._table[0], 3.0  # of the prior, in plain cycles
         past = self._record.tokens / self._record.plain_tokens if self._record.plain_tokens > weight else 1.2
         return (self._tokens + weight * past) / (self._seconds + weight * plain)
-
-    def _expected_speed(self, drafts: int) -> float:
-        """Tokens per second and row of cycles of so many drafts."""
-        return self._tokens_by_gamma[drafts] / self._table[drafts]
 
     def _choose_drafts(self, may_capture: bool = False) -> int:
         """Maximum drafts: of a static engine the best captured γ, or a better one if it `may_capture` and that pays."""

@@ -95,6 +95,8 @@ def make_judge_config(rows: LabelledRows, config: TrainConfig) -> JudgeConfig:
     drafts, methods = (dict.fromkeys(m[key] for m in rows.manifests) for key in ("draft", "method"))
     taus = {tau for tau in rows.taus if tau is not None}
     lengths = set(rows.suffix_lengths)
+    parts = [part for manifest in rows.manifests for part in (manifest, *manifest["shards"])]
+    checksums = sorted(checksum for part in parts for checksum in part["files"].values())
     return JudgeConfig(
         hidden_size=rows.hidden_size,
         target=first["target"],
@@ -110,14 +112,8 @@ def make_judge_config(rows: LabelledRows, config: TrainConfig) -> JudgeConfig:
         acceptable=config.acceptable,
         margin_limit=config.margin_limit,
         sources=tuple(str(name) for name in np.unique(rows.sources[rows.used])),
-        labels_sha256=_hash_labels(rows.manifests),
+        labels_sha256=hashlib.sha256("".join(checksums).encode()).hexdigest(),
     )
-
-
-def _hash_labels(manifests: Sequence[dict[str, Any]]) -> str:
-    parts = [part for manifest in manifests for part in (manifest, *manifest["shards"])]
-    checksums = sorted(checksum for part in parts for checksum in part["files"].values())
-    return hashlib.sha256("".join(checksums).encode()).hexdigest()
 
 
 def measure_on_holdout(
