@@ -101,11 +101,6 @@ class BatchGamma:
         for i, policy in policies.items():
             rows.gamma[i] = min(self.most, chosen[policy])
 
-    def list_untimed(self, most: int) -> list[int]:
-        """The numbers of rows up to so many that are timed and that the table lacks: what batches shrink to."""
-        assert self.statistics is not None
-        return [rows for rows in (1 << n for n in range(most.bit_length())) if rows not in self.statistics.costs.cycles]
-
     def time_choices(self, rows: int, costs: CostTable) -> None:
         """Before the first cycle of so many rows, capture and time every γ where the table lacks them.
         Where it knows them, a γ is captured when it first runs: what may never run is not worth its capture."""

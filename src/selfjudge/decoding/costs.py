@@ -63,6 +63,10 @@ class CostTable:
             return True
         return not self.stale and any(max(rows, known) <= 2 * min(rows, known) for known in self.cycles)
 
+    def list_untimed(self, most: int) -> list[int]:
+        """The numbers of rows up to so many that batches shrink to, and that were not measured."""
+        return [rows for rows in (1 << n for n in range(most.bit_length())) if rows not in self.cycles]
+
     def begin(self, rows: int) -> None:
         """Begin to measure so many rows; a table that does not hold begins anew."""
         if self.stale:

@@ -351,7 +351,7 @@ class Decoding:
                 left.append(partial(capture_prompts, engines, rows, prefill.length))
             if self.gamma == "auto" and EXACT in rules:
                 choice = BatchGamma(engines, self.rows_rule, most, self.trace, statistics=statistics)
-                left += [partial(choice.time_all, n, statistics.costs) for n in choice.list_untimed(rows)]
+                left += [partial(choice.time_all, n, statistics.costs) for n in statistics.costs.list_untimed(rows)]
             left += [
                 partial(capture_cycles, engines, rule, n, [size], trace=self.trace)
                 for rule in rules

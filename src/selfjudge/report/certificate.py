@@ -20,11 +20,7 @@ GAINS = {
     "mean_accepted_length": ("tokens per target pass", "m × exact"),
 }
 """What a gain is of, by how speeds compare, in a sentence and as the head of a column."""
-
-
-def _has_right_and_wrong(certificate: Mapping[str, Any]) -> bool:
-    """Whether scores change by whole answers alone."""
-    return all(re.fullmatch(r"((\d+\*)?-?[01]( |$))*", row["differences"]) for row in certificate["candidates"])
+WHOLE_ANSWERS = re.compile(r"((\d+\*)?-?[01]( |$))*")  # differences of a score that changes by whole answers alone
 
 
 def _find_closest(certificate: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -42,7 +38,8 @@ def list_loads(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
 _describe = Sentences(
     "certificate.txt", gains=GAINS, low_score=LOW_SCORE, smallest_gain=SMALLEST_GAIN,
     trimmed=lambda share: points(share).removesuffix(".0"), ratio=lambda ratio: fixed(100 * (ratio - 1), 0, "+"),
-    has_right_and_wrong=_has_right_and_wrong, find_closest=_find_closest,
+    has_right_and_wrong=lambda known: all(WHOLE_ANSWERS.fullmatch(row["differences"]) for row in known["candidates"]),
+    find_closest=_find_closest,
     is_single=lambda known: re.fullmatch(r"(\d+\*)?1|", known["groups"]) is not None,
 )  # fmt: skip
 describe_baseline = partial(_describe, "baseline")  # how `exact` and plain decoding do

@@ -26,8 +26,7 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     counts = Counter(run.pair for run in runs)
     pair = max(counts, key=lambda name: (counts[name], name), default="")
     own = [run for run in runs if run.pair == pair]
-    with_exact = sorted({run.task for run in own if run.kind == "exact"}, key=task_order)
-    tasks = [task for task in with_exact if task in PAPER] or with_exact[:1]
+    tasks = _find_tasks(own)
     if not tasks:
         return None
     gamma = usual_gamma(run for run in own if run.task in tasks)
@@ -41,6 +40,12 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     where = f"{', '.join(map(task_title, tasks))}, γ = {gamma}{f', {pair}' if len(counts) > 1 else ''}; {n}"
     sentences = _describe(rows[1:], where, sum(run.score for run in exact) / len(exact))
     return VerdictSection(sentences, chart, _say("few", sum(run.scored for run in exact)))
+
+
+def _find_tasks(runs: Sequence[EvalRun]) -> list[str]:
+    """The paper's tasks that `exact` was run on, else the first task."""
+    with_exact = sorted({run.task for run in runs if run.kind == "exact"}, key=task_order)
+    return [task for task in with_exact if task in PAPER] or with_exact[:1]
 
 
 def _describe(rows: Sequence[Row], where: str, exact_score: float) -> list[str]:
