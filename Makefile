@@ -17,8 +17,6 @@ demo: .venv/.serves
 	$(BIN)/selfjudge demo
 
 # four tiers, each a folder of tests/: what they may do is written in pyproject.toml
-# a worker more than cores: while some wait for servers, browsers and processes, others compute
-test: PYTEST += -n $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: .venv/.installed
 	$(PYTEST) -m "not slow and not gpu" --durations=20
 
