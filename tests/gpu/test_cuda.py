@@ -16,7 +16,7 @@ from families import FAMILIES, family_model
 from kernel_checks import check_all, check_described, check_pass
 from proposals import ARBITRARY, answers_between_captures, check_proposals, cycles, head_logits, prompts_of, requests_of
 from selfjudge.decoding.admission import AdmissionQueue, Request
-from selfjudge.decoding.capture import capture_cycles
+from selfjudge.decoding.capture import capture_cycles, capture_prompts
 from selfjudge.decoding.cycle import CycleSize
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import (
@@ -382,6 +382,29 @@ def test_captures_and_timings_between_steps_do_not_change_answers(rule: Acceptan
     for draft in (tiny_model(seed=2, hidden_size=64, head_dim=16).to(CUDA), tiny_head(target)):
         plain, among = (answers_between_captures(target, draft, rule, captures=c) for c in (False, True))
         assert among == plain
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_prompts_are_read_by_passes_that_were_captured_before_the_first(head: bool) -> None:
+    target = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
+    draft = tiny_head(target) if head else tiny_model(seed=2, hidden_size=64, head_dim=16).to(CUDA)
+    prompts = prompts_of([70, 5, 40, 30])
+    alone = [run(target, draft, [prompt], Exact(), gamma=2, max_new_tokens=9)[0] for prompt in prompts]
+    engines = BatchEngines(
+        make_engine(target, features=as_draft(draft).features, kind="cuda"), make_draft(draft, target, kind="cuda")
+    )
+    engines.reserve(4, 130)
+    capture_prompts(engines, 4, 130)
+    kept = [other for engine in engines.engines for other in engine.asides]
+    known = [(other.version, set(other._prefills)) for other in kept]
+    queue, tokens = AdmissionQueue(rows=4, length=120), {}
+    for prompt in prompts[1:]:
+        queue.put(Request(prompt, 9))
+    for step in decode(engines, [Request(prompts[0], 9)], Exact(), gamma=2, queue=queue):
+        for emission in step.emissions:
+            tokens.setdefault(emission.row, []).extend(emission.tokens)
+    assert [tokens[row] for row in range(4)] == alone
+    assert [(other.version, set(other._prefills)) for other in kept] == known  # none was captured or lost since
 
 
 def test_who_leaves_between_chunks_leaves_the_engine_whole() -> None:
