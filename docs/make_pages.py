@@ -181,6 +181,8 @@ def figures() -> Figures:
         "low": tuned["speed_ci"][0] - 1, "high": tuned["speed_ci"][1] - 1,
         "loose-n": loose["n_used"], "loose-lost": loose["lost"], "loose-gained": loose["gained"], "needed": loose["needed_prompts"],
     }  # fmt: skip
+    again = read(STRONG_TUNED.replace(".json", "-2.json"))["candidates"][0]
+    rows["strong2"] = {"n": again["n_used"], "lost": again["lost"], "gained": again["gained"]}
     rows["worker-beside"] = worker_off()
     for task, batch in (("mmlu", 1), ("gsm8k", 1), ("mmlu", 8)):
         worth = worth_inside(INSIDE_STRONG, task, batch)

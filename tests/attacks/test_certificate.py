@@ -257,7 +257,6 @@ def test_packed_numbers_come_back() -> None:
 def test_whoever_makes_up_the_evidence_is_caught_by_the_signature_alone(
     folder: Path, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    pytest.importorskip("cryptography")
     from selfjudge.tune.recipe import sign
 
     for name in ("key", "other"):

@@ -104,7 +104,8 @@ def test_curl(server: Server, expected: str) -> None:
 @pytest.mark.slow  # it takes seconds to import
 def test_litellm(server: Server, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
-    litellm = pytest.importorskip("litellm")
+    import litellm
+
     options: Any = {
         "model": "openai/smollm2-135m", "api_base": f"{server.url}/v1", "api_key": "none", "messages": MESSAGES,
         "temperature": 0, "max_tokens": 100,
@@ -128,7 +129,8 @@ def test_an_agent_of_langchain(
     server: Server, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one of examples/: its first answer is a call, whose result is read; and what else chats are asked for."""
-    chats = pytest.importorskip("langchain_openai")
+    import langchain_openai as chats
+
     monkeypatch.setattr("sys.argv", ["agent.py", f"{server.url}/v1"])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "agent.py"), run_name="__main__")
     printed = capsys.readouterr().out

@@ -605,7 +605,6 @@ def test_what_does_not_hold_is_neither_signed_nor_returned(
 
 
 def test_a_run_signs_its_recipe(tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
     signing = replace(config, sign=tmp_path / "key")
     recipe = tune_pair(tiny_pair, tmp_path / "t", signing)
