@@ -8,6 +8,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -145,6 +146,31 @@ def test_streams_carry_the_same_text_and_usage(server: Server, pair: Pair, judge
     assert len(chunks) > made.cycles / 2
     without = list(ask(server, words(4, 6), stream=True))
     assert without[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_events_are_framed_as_the_version_of_http_asks(server: Server, version: str) -> None:
+    body = {"prompt": words(3, 4), "max_tokens": 30, "stream": True, "selfjudge": {"off": True, "gamma": 0}}
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: localhost\r\ncontent-length: {len(text)}\r\nconnection: close"
+    with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
+        connection.sendall(f"{head}\r\ncontent-type: application/json\r\n\r\n".encode() + text)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    said, events = answer.split(b"\r\n\r\n", 1)
+    assert (b"chunked" in said) == (version == "1.1")
+    if version == "1.1":  # every chunk has the size that stands before it, and an empty one is the last
+        read = b""
+        while size := int(events[: (at := events.index(b"\r\n"))], 16):
+            read, rest = read + events[at + 2 : at + 2 + size], events[at + 2 + size :]
+            assert rest[:2] == b"\r\n"
+            events = rest[2:]
+        assert events == b"0\r\n\r\n"
+        events = read
+    *told, last = events.decode().split("\n\n")[:-1]
+    assert last == "data: [DONE]"
+    texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in told]
+    plain = server.send("POST", "/v1/completions", {**body, "stream": False})[2]
+    assert "".join(texts) == plain["choices"][0]["text"] != ""
 
 
 def test_judged_tokens_on_request(server: Server, pair: Pair, judge: Judge) -> None:
@@ -725,3 +751,25 @@ def test_texts_that_wait_for_one_client_are_one_update() -> None:
         (0, Update("ab")), (1, Update("c")), (1, Update("d", [piece])), (1, Update("e", [piece])),
         (0, Update("f", result=result)), (1, Update("g")), (1, Update(failure="error")),
     ]  # fmt: skip
+
+
+def test_only_texts_whose_reader_waits_pass_by_it() -> None:
+    told: list[tuple[int, str]] = []
+
+    def tell(number: int, text: str) -> bool:
+        told.append((number, text))
+        return text != "too slow"
+
+    async def read() -> list[tuple[int, Update]]:
+        updates = Updates()
+        updates.tell = tell
+        updates.put(0, Update("nobody waits"))
+        first = await updates.get()
+        reader = asyncio.ensure_future(updates.get())
+        await asyncio.sleep(0)
+        for text in ("a", "b", "too slow", "c"):
+            updates.put(0, Update(text))
+        return [first, await reader]
+
+    assert asyncio.run(read()) == [(0, Update("nobody waits")), (0, Update("too slowc"))]
+    assert told == [(0, "a"), (0, "b"), (0, "too slow")]

@@ -8,7 +8,7 @@ import random
 import re
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from selfjudge.decoding.adjust import LogProbabilities
 from selfjudge.decoding.grammar import Grammar, check_edits, compile_grammar
@@ -56,15 +57,20 @@ class Updates:
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Update]] = deque()
         self._reader: asyncio.Future[None] | None = None
+        self.tell: Callable[[int, str], bool] | None = None  # takes a text at once where it can, while the reader waits
 
     def put(self, number: int, update: Update) -> None:
+        waits = None if self._reader is None or self._reader.done() else self._reader
+        plain = not (update.pieces or update.result or update.failure)
+        if waits and plain and self.tell and self.tell(number, update.text):
+            return
         last, before = self._waiting[-1] if self._waiting else (-1, update)
         if last == number and not (before.pieces or update.pieces or update.failure):
             self._waiting[-1] = number, update._replace(text=before.text + update.text)
         else:
             self._waiting.append((number, update))
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if waits:
+            waits.set_result(None)
 
     async def get(self) -> tuple[int, Update]:
         """The next update, with the number of its job."""
@@ -120,14 +126,31 @@ class Encoder:
 
 
 class EventStream(StreamingResponse):
-    """Events of an answer: their texts pass by the layers of the application, to which only the head matters."""
+    """Events of an answer: they pass by the layers of the application, to which only the head matters. Texts that come
+    while their reader waits pass by it and by h11, too."""
+
+    def __init__(self, completion: "Completion") -> None:
+        super().__init__(completion.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         direct: Send = scope["state"]["send"]
+        cycle = getattr(direct, "__self__", None)
+        if isinstance(cycle, RequestResponseCycle) and scope["http_version"] == "1.1" and not self.completion.readers:
+            self.completion.updates.tell = partial(self._tell, cycle)  # h11 sends chunks here
         async for text in self.body_iterator:
             await direct({"type": "http.response.body", "body": str(text).encode(), "more_body": True})
         await direct({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _tell(self, cycle: RequestResponseCycle, number: int, text: str) -> bool:
+        """Send a text as a chunk, unless the client reads too slowly."""
+        if cycle.flow.write_paused:
+            return False
+        if not cycle.disconnected:
+            event = self.completion.tell_text(number, text).encode()
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        return True
 
 
 class Completion:
@@ -163,7 +186,7 @@ class Completion:
         self.watch = asyncio.ensure_future(self._watch_client())
         if not self.body.stream:
             return JSONResponse(await self._whole())
-        return EventStream(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return EventStream(self)
 
     async def _encode(self) -> list[list[int]]:
         """Token ids of the prompts."""
@@ -315,7 +338,7 @@ class Completion:
         more = {"selfjudge": choices[0].pop("selfjudge")} if len(choices) == 1 else {}  # several speak for themselves
         return {**self.head, "choices": choices, "usage": self._usage(results.values()), **more}
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def events(self) -> AsyncIterator[str]:
         """The answers as server-sent events."""
         if usage := bool(self.body.stream_options and self.body.stream_options.include_usage):
             self.head["usage"] = None
@@ -327,12 +350,12 @@ class Completion:
                     yield self._tell(number, {"role": "assistant", "content": echo})
             while len(results) < len(self.jobs):
                 number, update = await self._next()
-                yield self._tell_update(number, update)
-                if update.result is not None:
-                    results.append(update.result)
-            if usage:
-                yield _event(self.head, choices=[], usage=self._usage(results))
-            yield "data: [DONE]\n\n"
+                results += [] if update.result is None else [update.result]
+                told = self._tell_update(number, update)
+                if len(results) == len(self.jobs):  # the end of an answer is one message
+                    told += _event(self.head, choices=[], usage=self._usage(results)) if usage else ""
+                    told += "data: [DONE]\n\n"
+                yield told
         except RefusedError as error:
             yield _event(error.body)
         finally:
@@ -341,7 +364,7 @@ class Completion:
     def _tell_update(self, number: int, update: Update) -> str:
         """Events that say what an update says."""
         if update.result is None and not (self.readers or update.pieces):
-            return self._tell_text(number, update.text)
+            return self.tell_text(number, update.text)
         events = []
         if update.text or update.pieces:
             delta, *others = self._deltas(number, update.text) or [{}]
@@ -390,7 +413,7 @@ class Completion:
         choices = self._choices(number, delta, finish, logprobs)
         return "".join(_event(self.head, choices=[choice], **more) for choice in choices)
 
-    def _tell_text(self, number: int, text: str) -> str:
+    def tell_text(self, number: int, text: str) -> str:
         """The same where a text is all that is new: only the text is encoded each time."""
         if number not in self.templates:
             self.templates[number] = self._tell(number, {"content": BLANK}).split(_dump(BLANK))
