@@ -236,10 +236,10 @@ def test_passes_over_usual_prompts_are_captured_before_the_first(monkeypatch: py
 
     monkeypatch.setattr(CudaEngine, "prefill", note)
     capture.capture_prompts(engines, 5, 200)
-    assert sorted(set(shapes)) == [(1, 64), (1, 128), (2, 64), (2, 128), (4, 64), (4, 128)]
+    assert sorted(set(shapes)) == [(rows, tokens) for rows in (1, 2, 4, 8) for tokens in (64, 128)]
     assert len(shapes) == 4 * len(set(shapes))  # twice each, by target and draft
     assert engines.has_asides
-    assert engines.aside(4, 128).target.rows_held(128) == 5  # what was captured is found by prompts of these sizes
+    assert engines.aside(4, 128).target.rows_held(128) == 8  # what was captured is found by prompts of these sizes
 
 
 @pytest.mark.parametrize(("rows", "prompt", "limit"), [(16, 700, 100), (8, 600, 300), (4, 3000, 300)])

@@ -38,7 +38,7 @@ def capture_cycles(
 
 def capture_prompts(engines: BatchEngines, rows: int, length: int) -> None:
     """Let the engines that read prompts beside a batch of so many rows capture passes of the usual shapes."""
-    rows, longest, length = min(rows, PROMPT_ROWS), length, min(length, PROMPT_TOKENS)
+    rows, longest, length = min(1 << (rows - 1).bit_length(), PROMPT_ROWS), length, min(length, PROMPT_TOKENS)
     room = max(length, min(longest, ASIDE_TOKENS // rows - 2))  # a cache that need not grow, and so keeps its graphs
     aside = engines.aside(rows, room)
     for size in (1 << n for n in range(rows.bit_length())):

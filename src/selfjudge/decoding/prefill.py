@@ -18,7 +18,7 @@ from selfjudge.models.memory import PASS_TOKENS
 from selfjudge.types import Emission
 
 START_TOKENS = 2048  # tokens of a row in the static caches of a queue, before it asks for more
-WAIT_CYCLES, WAIT_SHARE = 4, 16  # see `admit`
+WAIT_CYCLES, WAIT_SHARE = 8, 8  # see `admit`
 EARLY_TOKENS = 256  # static engines store shorter prompts with their answers: others hardly wait for them
 CHUNKS_ALONE = 4  # chunks in one pass while no other rows are decoded; requests that arrive meanwhile wait for it
 
@@ -221,10 +221,8 @@ class Prefill:
                 unread, members = max(unread, longest), [*others, *members]
             groups.append((unread, members))
         for unread, members in groups:
-            while members:  # a static engine captures one pass for each number of rows: few numbers recur
-                size = 1 << (len(members).bit_length() - 1) if self.engines.target.static else len(members)
-                self.groups.append(PrefillGroup(members[:size], self.engines.target.device))
-                self.groups[-1].unread, members = unread, members[size:]
+            self.groups.append(PrefillGroup(members, self.engines.target.device))
+            self.groups[-1].unread = unread
 
     def cancel(self, cancelled: set[int]) -> None:
         """Drop the groups whose rows were all cancelled, and remove these rows from the set."""

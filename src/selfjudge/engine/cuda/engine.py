@@ -10,7 +10,6 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 from weakref import WeakSet
@@ -82,6 +81,7 @@ class CudaEngine(Engine):
 
     static = copies_blocks = True
     version = 0
+    captures = property(lambda self: self.device.type == "cuda")
     _is_aside = False
 
     def __init__(
@@ -140,29 +140,34 @@ class CudaEngine(Engine):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
-        """Prompts are padded to 64, 128, 256 … tokens, so that few graphs serve all of them."""
+        """Prompts are padded to 64, 128, 256 … tokens and 1, 2, 4 … rows, so that few graphs serve all of them."""
         batch, width = tokens.shape
-        padded = max(64, 1 << (width - 1).bit_length())
-        if self.device.type != "cuda" or batch * padded > CAPTURED_TOKENS or padded > self.slots:
+        rows, padded = 1 << (batch - 1).bit_length(), max(64, 1 << (width - 1).bit_length())
+        rows = rows if rows <= len(self._lengths) else batch
+        if not self.captures or rows * padded > CAPTURED_TOKENS or padded > self.slots:
             return self.extend(tokens, counts, keep=1)
-        key = (batch, padded)
+        key = (rows, padded)
         seen, captured = key in self._prefills, self._prefills.pop(key, None)
         while len(self._prefills) >= PREFILLS:
             self._prefills.pop(next(iter(self._prefills)))  # the shape that was used longest ago stands first
-        self._prefills[key] = captured = captured or (self._capture_prefill(batch, padded) if seen else None)
+        self._prefills[key] = captured = captured or (self._capture_prefill(rows, padded) if seen else None)
         if captured is None:
             return self.extend(tokens, counts, keep=1)
         replay, all_tokens, all_counts, output = captured
-        all_tokens[:, padded - width :].copy_(tokens)
-        all_counts.copy_(counts)
+        all_tokens[:batch, padded - width :].copy_(tokens)
+        all_counts[:batch].copy_(counts)
+        self._lengths[batch:rows].zero_()
         replay()
-        return output if output.features is None else replace(output, features=output.features[:, padded - width :])
+        hidden, features = (None if states is None else states[:batch] for states in (output.hidden, output.features))
+        return Output(output.logits[:batch], hidden, None if features is None else features[:, padded - width :])
 
-    def _capture_prefill(self, batch: int, width: int) -> _Prefill:
-        tokens = torch.zeros(batch, width, dtype=torch.long, device=self.device)
-        counts = torch.ones(batch, dtype=torch.long, device=self.device)
+    def _capture_prefill(self, rows: int, width: int) -> _Prefill:
+        tokens = torch.zeros(rows, width, dtype=torch.long, device=self.device)
+        counts = torch.ones(rows, dtype=torch.long, device=self.device)
         outputs: list[Output] = []
+        batch = self.use_rows(rows)
         (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
+        self.use_rows(batch)
         return replay, tokens, counts, outputs[-1]
 
     def trim(self, *, cycles: bool = False) -> None:
@@ -174,7 +179,7 @@ class CudaEngine(Engine):
 
     def _grow(self, rows: int, length: int) -> tuple[int, int] | None:
         """Rows and slots of a cache for what this one holds and for these rows, if that is little."""
-        grown = max(rows, len(self._lengths)), max(_count_slots(length), self.slots)
+        grown = max(1 << (rows - 1).bit_length(), len(self._lengths)), max(_count_slots(length), self.slots)
         return grown if math.prod(grown) <= ASIDE_TOKENS else None
 
     def release(self) -> None:
@@ -342,7 +347,7 @@ class CudaEngine(Engine):
         return [self.lengths]
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
-        if self.device.type != "cuda":
+        if not self.captures:
             return list(functions)
         saved = [tensor.clone() for tensor in state]
 
