@@ -6,6 +6,7 @@ or `_mark` handles one row of one request, and follows the request's text up to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -221,12 +222,10 @@ class Launch:
     time. Triton's Python takes longer on the host than the rest of a step. So it is used once, and asked what it passes
     to its launcher in C, which later launches call, unless a tensor does not begin at a multiple of 16 bytes."""
 
-    direct = True  # until a Triton turns out to launch kernels in another way
-
     def __init__(self, kernel: Any, warps: int, *stays: Any) -> None:
         self.kernel, self.warps, self.stays = kernel, warps, stays
         self.pointers = tuple([one.data_ptr() if isinstance(one, Tensor) else one for one in stays])
-        self.start: Any = None  # the launcher
+        self.start: Any = None  # the launcher, where this Triton has one
 
     def __call__(self, grid: tuple[int, int, int], bits: int, tensors: Sequence[Tensor], *changing: int) -> None:
         """The arguments that change are pointers of the tensors, whose bits are given, and numbers."""
@@ -235,11 +234,9 @@ class Launch:
             self.start(*self.first, *grid, stream, *self.then, *((values,) if self.packed else values))
             return
         compiled = self.kernel[grid](*tensors, *changing[len(tensors) :], *self.stays, num_warps=self.warps)
-        if Launch.direct and not bits & 15:
-            try:
+        with suppress(AttributeError, IndexError, TypeError, ValueError):
+            if not bits & 15:  # else the kernel is one for tensors that begin anywhere
                 self._learn(compiled, (*changing, *self.pointers))
-            except (AttributeError, TypeError, ValueError):  # as in Triton's interpreter
-                Launch.direct = False
 
     def _learn(self, compiled: Any, values: tuple[Any, ...]) -> None:
         """Note what the launcher is called with, without a call of it; the hooks of profilers are left out."""
@@ -309,7 +306,7 @@ class RequestTable:
         """Follow and count the tokens that this step gave, whose drafts were marked."""
         key = self._kinds, emitted.dtype
         if (launch := self._launches.get(key)) is None:
-            launch = Launch(_finish, 1, self.lines, self.state, self.flags, self.total, self.rows)
-            self._launches[key] = launch
+            of = self.lines, self.state, self.flags, self.total, self.rows
+            launch = self._launches[key] = Launch(_finish, 1, *of)
         more = emitted.data_ptr()
         launch((self._requests, 1, 1), self._bits | more, (*self._rows, emitted), *self._pointers, more)
