@@ -11,6 +11,7 @@ from torch import Tensor
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, count_longest, limit_request
 from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
+from selfjudge.engine.cuda.engine import passes
 from selfjudge.engine.draft import BACKLOG, BatchEngines
 from selfjudge.engine.prefixes import count_positions
 from selfjudge.models.device import send
@@ -96,31 +97,44 @@ class PrefillGroup:
         self.unread = 0
 
     def read(self, columns: int) -> None:
-        """Read the next columns through target and draft. Groups of several rows are read in one piece."""
+        """Read the next columns through target and draft. Groups of several rows are read in one piece; static engines
+        read some rows after others, of similar lengths if they are sorted, so that little is there for all tokens."""
         self.timer.wait()
         assert columns >= self.width or len(self) == 1
         start = self.width - self.unread
         stop = min(start + columns, self.width)
-        tokens, draft, features = self._padded[:, start:stop], self.engines.draft, None
-        if (counts := self._count(0, start, stop)) is not None:
-            with self.timer("target"):
-                self.output = self.engines.target.prefill(tokens, counts)
-            features = self.output.features
-        if draft is not None and self.postpones:
-            self._features += [] if features is None else [features]
-            if stop == self.width:
-                states = torch.cat(self._features, 1) if self._features else None
-                draft.postpone([request.prompt for request in self.requests], states)
-        elif draft is not None and (counts := self._count(1, start, stop)) is not None:
-            with self.timer("draft"):
-                draft.read(tokens, counts, features)
+        lengths = [len(request.prompt) - min(own) for request, *own in zip(self.requests, *self.cached, strict=True)]
+        parts = list(passes(lengths, self.width)) if self.engines.target.static else [(slice(None), 0)]
+        outputs = []
+        for rows, padding in parts:
+            engines = self.engines.part(rows) if len(parts) > 1 else self.engines
+            outputs += self._read_rows(engines, rows, slice(start + padding, stop))
+        if outputs:
+            self.output = Output.join(outputs)
+        if self.postpones and stop == self.width and self.engines.draft is not None:
+            self.engines.draft.postpone([request.prompt for request in self.requests], self._features)
+            self._features = []
         self.unread = self.width - stop
 
-    def _count(self, cache: int, start: int, stop: int) -> Tensor | None:
+    def _read_rows(self, engines: BatchEngines, rows: slice, columns: slice) -> list[Output]:
+        """Read columns of some rows through engines of these rows; the target's output, if its cache lacked any."""
+        tokens, draft, features, outputs = self._padded[rows, columns], engines.draft, None, []
+        if (counts := self._count(0, rows, columns)) is not None:
+            with self.timer("target"):
+                output = engines.target.prefill(tokens, counts)
+            outputs, features = [Output(output.logits, output.hidden)], output.features
+        if self.postpones:
+            self._features += [] if features is None else [features]
+        elif draft is not None and (counts := self._count(1, rows, columns)) is not None:
+            with self.timer("draft"):
+                draft.read(tokens, counts, features)
+        return outputs
+
+    def _count(self, cache: int, rows: slice, columns: slice) -> Tensor | None:
         """[B] how many of these columns a cache lacks, the last ones of each row; None where it has all of them."""
-        rows = zip(self.requests, self.cached[cache], strict=True)
-        lacking = [len(request.prompt) - cached - (self.width - stop) for request, cached in rows]
-        counts = [min(max(count, 0), stop - start) for count in lacking]
+        cached = zip(self.requests[rows], self.cached[cache][rows], strict=True)
+        lacking = [len(request.prompt) - count - (self.width - columns.stop) for request, count in cached]
+        counts = [min(max(count, 0), columns.stop - columns.start) for count in lacking]
         return send(counts, self.device) if any(counts) else None
 
 

@@ -37,6 +37,12 @@ class Output:
         hidden, features = (None if values is None else taken(values) for values in (self.hidden, self.features))
         return Output(taken(self.logits), hidden, features)
 
+    @classmethod
+    def join(cls, parts: Sequence[Output], features: Tensor | None = None) -> Output:
+        """The output of all rows, from those of some rows after others."""
+        hidden = [part.hidden for part in parts if part.hidden is not None]
+        return cls(torch.cat([part.logits for part in parts]), torch.cat(hidden) if hidden else None, features)
+
 
 class RowCache(Protocol):
     """The rows of a ragged batch: every row has its own number of cached tokens."""
@@ -76,6 +82,10 @@ class RowCache(Protocol):
     def use_rows(self, batch: int) -> int:
         """Let a static cache work on its first `batch` rows, all as they are; return on how many it worked before."""
         return 0
+
+    def part(self, rows: slice) -> Self:
+        """A static cache of these rows alone, in the memory of this one."""
+        raise NotImplementedError
 
     def state(self) -> list[Tensor]:
         """The tensors that a pass changes in place, without the cache itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -133,18 +134,24 @@ class Drafter(RowCache):
         self.backlog.use_rows(batch)
         return self.engine.use_rows(batch)
 
+    def part(self, rows: slice) -> Self:
+        other = copy.copy(self)
+        other.engine, other.backlog = self.engine.part(rows), copy.copy(self.backlog)
+        other.backlog.states = self.backlog.states[rows]
+        return other
+
     def state(self) -> list[Tensor]:
         return [*self.engine.state(), *self.backlog.tensors()]
 
     def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         """Read the next tokens [B, T] of prompts, of row b the last counts[b]; the target's features are [B, T, F]."""
 
-    def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
-        """Read whole prompts when tokens are first proposed, if ever; [B, T, F] the target's features, right-aligned.
-        For engines that are not static, whose rows are all empty."""
-        for row, prompt in enumerate(prompts):
-            tokens = send(prompt, self.device)
-            self.postponed.append((tokens, None if features is None else features[row, -len(prompt) :]))
+    def postpone(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
+        """Read whole prompts when tokens are first proposed, if ever; the target's features are [B, T, F], right-aligned,
+        of one prompt in several chunks. For engines that are not static, whose rows are all empty."""
+        for row, prompt in enumerate(prompts):  # without padding, which would be kept as long as one of them
+            states = torch.cat([part[row, -len(prompt) :] for part in features]) if features else None
+            self.postponed.append((send(prompt, self.device), states))
 
     def catch_up(self) -> None:
         """Read the prompts that were postponed."""
@@ -254,10 +261,9 @@ class EagleDraft(Drafter):
             backlog.mark_read()
         backlog.max_missing = gamma + 1 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
-    def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
-        assert features is not None
+    def postpone(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
         super().postpone(prompts, features)
-        self.backlog.states[:, -1:] = features[:, -1:]
+        self.backlog.states[:, -1:] = features[-1][:, -1:]
 
     def _read_postponed(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         assert features is not None
@@ -402,6 +408,10 @@ class BatchEngines:
         """Append the rows of `other`, which `aside` made, and then `idle` empty rows."""
         for cache, others in zip(self.caches, other.caches, strict=True):
             cache.join(others, idle)
+
+    def part(self, rows: slice) -> BatchEngines:
+        """Static engines of these rows alone, in the memory of these."""
+        return BatchEngines(self.target.part(rows), self.draft and self.draft.part(rows))
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order."""

@@ -206,6 +206,12 @@ class CudaEngine(Engine):
         self.keys, self.values = self._cache[:, :, :batch]
         return before
 
+    def part(self, rows: slice) -> Self:
+        other = copy.copy(self)
+        other.lengths, other.keys, other.values = self.lengths[rows], self.keys[:, rows], self.values[:, rows]
+        other._prefills = {}  # captured passes work on the first rows
+        return other
+
     @torch.no_grad()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         batch, width = tokens.shape
@@ -284,8 +290,7 @@ class CudaEngine(Engine):
                 states = None if features is None else features[part, columns]
                 output = self._forward(pieces[0], pieces[1], pieces[2], part, wanted, states)
             outputs.append(output)
-        hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
-        return Output(torch.cat([o.logits for o in outputs]), hidden, features)
+        return Output.join(outputs, features)
 
     def _forward(
         self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int, features: Tensor | None
