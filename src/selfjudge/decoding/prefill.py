@@ -1,5 +1,7 @@
 """Prefill: prompts are read in chunks, between the steps of the rows that are already in the batch."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +45,12 @@ class PrefillGroup:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    def halves(self) -> list[PrefillGroup]:
+        """Groups of its prompts that have not begun: two, if it has and there are several."""
+        rows = list(zip(self.numbers, self.requests, strict=True))
+        middle = (len(rows) + 1) // 2 if self.begun else len(rows)
+        return [PrefillGroup(part, self.device) for part in (rows[:middle], rows[middle:]) if part]
 
     @property
     def longest(self) -> int:
@@ -281,16 +289,15 @@ class Prefill:
         return not self.groups or 0 < self._held <= alive or (alive > 0 and chunk_read)
 
     def begin_again(self, alive: int, *read: PrefillGroup) -> None:
-        """Free what is being read, or has been `read`: there was no memory for it. It is read again, prompt by prompt,
-        when one of the `alive` rows has left. A prompt that finds none without rows and other prompts is given up."""
+        """Free what is being read, or has been `read`: there was no memory for it. It is read again by halves, a single
+        prompt when one of the `alive` rows has left. One that finds none without rows and other prompts is given up."""
         self.groups[:0] = read
-        device, begun = self.engines.target.device, [group for group in self.groups if group.begun]
+        begun = [group for group in self.groups if group.begun]
         if not alive and len(begun) == 1 == len(begun[0]):
             self.given_up += begun[0].numbers
             self.groups.remove(begun[0])
-        rows = [row for group in self.groups for row in zip(group.numbers, group.requests, strict=True)]
-        self.groups = [PrefillGroup([row], device) for row in rows]
-        self._held, self._one_by_one = alive, True
+        self.groups = [part for group in self.groups for part in group.halves()]
+        self._held, self._one_by_one = alive if sum(map(len, begun)) == len(begun) else 0, True
         self.engines.release_spare()
 
     def pop_ready(self) -> PrefillGroup:

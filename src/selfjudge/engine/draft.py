@@ -381,8 +381,7 @@ class BatchEngines:
         if self.prefixes is not None:
             self.prefixes.clear()
         self.release_idle()
-        if self.target.device.type == "cuda":
-            empty_cache()
+        empty_cache()
 
     def reserve(self, rows: int, length: int) -> None:
         """Begin a batch: room for so many rows of at most `length` tokens."""
