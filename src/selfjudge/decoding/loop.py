@@ -256,8 +256,7 @@ class _LiveBatch:
         kept = self._filled(alive)
         self.engines.select(list(range(len(kept))))
         self.random.select(list(range(len(alive))))
-        if idle := len(kept) - len(alive):
-            self.random.enter([None] * idle)
+        self.random.enter([None] * (len(kept) - len(alive)))
         self._go_on_with(kept)
         return Step(0, (), dict.fromkeys(PHASES, 0.0))
 
@@ -323,18 +322,17 @@ class _LiveBatch:
     def free_memory(self, alive: list[int]) -> None:
         """Free memory for the next cycle: first what torch keeps, which no capture can take, then all that is spare.
         At last, give up the newest row, which loses least work."""
-        self.released += 1
-        if self.released == 1:
-            return empty_cache()
-        if self.released > 2:
+        if self.released > 1:
             *others, newest = sorted(alive, key=self.rows.index.__getitem__)
             self.prefill.given_up.append(number := int(self.rows.index[newest]))
             self.prefill.histories.pop(number, None)
             self.rows.finished[newest] = True
             if others:
                 self._keep(others)
-        self.engines.release_spare(cycles=True)
-        return None
+        if self.released:
+            self.engines.release_spare(cycles=True)
+        empty_cache()
+        self.released += 1
 
     def _keep(self, kept: list[int]) -> None:
         kept = settle(kept)

@@ -1,8 +1,6 @@
 """Prefill: prompts are read in chunks, between the steps of the rows that are already in the batch."""
 
-from __future__ import annotations
-
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,7 +11,6 @@ from torch import Tensor
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, count_longest, limit_request
 from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
-from selfjudge.engine.cuda.engine import passes
 from selfjudge.engine.draft import BACKLOG, BatchEngines
 from selfjudge.engine.prefixes import count_positions
 from selfjudge.models.device import send
@@ -46,12 +43,6 @@ class PrefillGroup:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def halves(self) -> list[PrefillGroup]:
-        """Groups of its prompts that have not begun: two, if it has and there are several."""
-        rows = list(zip(self.numbers, self.requests, strict=True))
-        middle = (len(rows) + 1) // 2 if self.begun else len(rows)
-        return [PrefillGroup(part, self.device) for part in (rows[:middle], rows[middle:]) if part]
-
     @property
     def longest(self) -> int:
         """Maximum tokens of a row, prompt and answer."""
@@ -60,15 +51,15 @@ class PrefillGroup:
     @cached_property
     def _padded(self) -> Tensor:
         """[B, T] the last tokens of each prompt, which either cache lacks."""
-        return _left_padded([request.prompt[-self.width :] for request in self.requests], self.device)[0]
+        last = (request.prompt[-self.width :] for request in self.requests)
+        return send([[0] * (self.width - len(tokens)) + list(tokens) for tokens in last], self.device)
 
     def begin(self, engines: BatchEngines, step_tokens: int, *, aside: bool = False) -> None:
         """Take engines, or others `aside`; a row may have `step_tokens` beyond its own. Static ones `aside` hold the
         prompts alone."""
         room = self.longest + step_tokens
         if aside and engines.target.static:
-            longest = max(len(request.prompt) for request in self.requests)
-            room = min(room, 1 << (longest - 1).bit_length())  # what `CudaEngine.prefill` pads it to
+            room = min(room, 1 << (self.width - 1).bit_length())  # what `CudaEngine.prefill` pads it to
         self.engines = engines.aside(len(self), room) if aside else engines
         self.begun = True
         self.engines.reserve(len(self), room)
@@ -92,21 +83,20 @@ class PrefillGroup:
         if owners == list(range(len(self))):
             self.read(self.width)
             return
-        heads = list(dict.fromkeys(owners))
-        row_of = {head: row for row, head in enumerate(heads)}
+        row_of = {head: row for row, head in enumerate(dict.fromkeys(owners))}
+        heads = PrefillGroup([(row, Request(prompts[head][:-1])) for head, row in row_of.items()], self.device)
+        heads.engines, heads.timer = self.engines, self.timer
+        target.reserve(len(heads), self.longest + 1)
+        heads.read(heads.width)
         surplus = [len(prompts[owner]) - len(own) for owner, own in zip(owners, prompts, strict=True)]
-        self.timer.wait()
         with self.timer("target"):
-            target.reserve(len(heads), self.longest + 1)
-            target.prefill(*_left_padded([prompts[head][:-1] for head in heads], self.device))
             target.select([row_of[owner] for owner in owners])
             target.rewind(send(surplus, self.device))
             self.output = target.extend(send([prompt[-1:] for prompt in prompts], self.device))
         self.unread = 0
 
     def read(self, columns: int) -> None:
-        """Read the next columns through target and draft. Groups of several rows are read in one piece; static engines
-        read some rows after others, of similar lengths if they are sorted, so that little is there for all tokens."""
+        """Read the next columns; of several rows all, where static engines read some rows after others."""
         self.timer.wait()
         assert columns >= self.width or len(self) == 1
         start = self.width - self.unread
@@ -118,10 +108,10 @@ class PrefillGroup:
             engines = self.engines.part(rows) if len(parts) > 1 else self.engines
             outputs += self._read_rows(engines, rows, slice(start + padding, stop))
         if outputs:
-            self.output = Output.join(outputs)
+            hidden = [output.hidden for output in outputs if output.hidden is not None]
+            self.output = Output(torch.cat([o.logits for o in outputs]), torch.cat(hidden) if hidden else None)
         if self.postpones and stop == self.width and self.engines.draft is not None:
             self.engines.draft.postpone([request.prompt for request in self.requests], self._features)
-            self._features = []
         self.unread = self.width - stop
 
     def _read_rows(self, engines: BatchEngines, rows: slice, columns: slice) -> list[Output]:
@@ -291,13 +281,17 @@ class Prefill:
     def begin_again(self, alive: int, *read: PrefillGroup) -> None:
         """Free what is being read, or has been `read`: there was no memory for it. It is read again by halves, a single
         prompt when one of the `alive` rows has left. One that finds none without rows and other prompts is given up."""
-        self.groups[:0] = read
-        begun = [group for group in self.groups if group.begun]
+        groups = [*read, *self.groups]
+        begun = [group for group in groups if group.begun]
         if not alive and len(begun) == 1 == len(begun[0]):
             self.given_up += begun[0].numbers
-            self.groups.remove(begun[0])
-        self.groups = [part for group in self.groups for part in group.halves()]
-        self._held, self._one_by_one = alive if sum(map(len, begun)) == len(begun) else 0, True
+            groups.remove(begun[0])
+        self.groups = []
+        for group in groups:
+            rows = list(zip(group.numbers, group.requests, strict=True))
+            size = -(-len(rows) // (1 + group.begun))
+            self.groups += [PrefillGroup(rows[n : n + size], group.device) for n in range(0, len(rows), size)]
+        self._held, self._one_by_one = alive if all(len(group) == 1 for group in begun) else 0, True
         self.engines.release_spare()
 
     def pop_ready(self) -> PrefillGroup:
@@ -357,9 +351,15 @@ def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
     return owners if 2 * read < sum(map(len, bodies)) else list(range(len(prompts)))
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[B, T] prompts padded with 0 on the left, [B] their lengths."""
-    counts = [len(prompt) for prompt in prompts]
-    longest = max(counts)
-    padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    return send(padded, device), send(counts, device)
+def passes(lengths: Sequence[int], width: int) -> Iterator[tuple[slice, int]]:
+    """Split rows into passes of at most PASS_TOKENS: yields neighbours and how many columns are padding in all."""
+    first = 0
+    while first < len(lengths):
+        longest, stop = max(1, lengths[first]), first + 1
+        while stop < len(lengths):
+            longer = max(longest, lengths[stop])
+            if longer * (stop + 1 - first) > PASS_TOKENS:
+                break
+            longest, stop = longer, stop + 1
+        yield slice(first, stop), width - longest
+        first = stop

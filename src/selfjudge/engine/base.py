@@ -37,12 +37,6 @@ class Output:
         hidden, features = (None if values is None else taken(values) for values in (self.hidden, self.features))
         return Output(taken(self.logits), hidden, features)
 
-    @classmethod
-    def join(cls, parts: Sequence[Output], features: Tensor | None = None) -> Output:
-        """The output of all rows, from those of some rows after others."""
-        hidden = [part.hidden for part in parts if part.hidden is not None]
-        return cls(torch.cat([part.logits for part in parts]), torch.cat(hidden) if hidden else None, features)
-
 
 class RowCache(Protocol):
     """The rows of a ragged batch: every row has its own number of cached tokens."""
@@ -85,7 +79,7 @@ class RowCache(Protocol):
 
     def part(self, rows: slice) -> Self:
         """A static cache of these rows alone, in the memory of this one."""
-        raise NotImplementedError
+        return copy.copy(self)
 
     def state(self) -> list[Tensor]:
         """The tensors that a pass changes in place, without the cache itself."""
