@@ -207,7 +207,7 @@ class CudaEngine(Engine):
             states = None if features is None else features[:, columns]
             output = self._forward(part, slots, places, min(keep, part.shape[1]), states)
         self.lengths.add_(width if counts is None else counts)
-        return output
+        return Output(output.logits, output.hidden, features)
 
     def extend_first(self, tokens: Tensor, counts: Tensor) -> Output:
         """All tokens are computed: a captured pass has one shape."""
@@ -279,7 +279,7 @@ class CudaEngine(Engine):
             parts, after = kernels.add(x, inner, layer.down, layer.down_bias, w.apart), layer.mlp_after
         y = kernels.norm(x, parts, w.norm, epsilon, after, scale).view(batch, width, -1)[:, width - keep :]
         logits = self._cap(F.linear(y.reshape(batch * keep, -1), w.head))
-        return Output(logits.view(batch, keep, -1), y if self._want_hidden else None, features)
+        return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
 
     def _cap(self, logits: Tensor) -> Tensor:
         """Logits as the model scales and limits them."""
