@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -95,13 +94,13 @@ def test_what_prompts_share_is_read_once_and_changes_nothing(batch: int, monkeyp
     prompts += [prompts[0]] * 3
     expected = [greedy(model, p, 14) for p in prompts]
     read: list[int] = []
-    left_padded = prefill._left_padded
+    whole = prefill.PrefillGroup.read
 
-    def counting(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        read.append(sum(map(len, rows)))
-        return left_padded(rows, device)
+    def counting(self: prefill.PrefillGroup, columns: int) -> None:
+        read.append(sum(len(request.prompt) for request in self.requests))
+        whole(self, columns)
 
-    monkeypatch.setattr(prefill, "_left_padded", counting)
+    monkeypatch.setattr(prefill.PrefillGroup, "read", counting)
     found = {i: tokens for i, tokens, _ in respond(model, prompts, eos_ids=(), max_new_tokens=14, batch=batch)}
     assert found == dict(enumerate(expected))
     assert sum(read) < 0.75 * sum(map(len, prompts))  # else nothing was shared

@@ -11,7 +11,7 @@ import torch
 from conftest import REFERENCE, tiny_head, tiny_model
 from equality import greedy
 from proposals import ARBITRARY, check_proposals, cycles, head_logits, model_logits, prompts_of, requests_of
-from selfjudge.decoding import loop
+from selfjudge.decoding import loop, prefill
 from selfjudge.decoding.admission import AdmissionQueue
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
@@ -27,8 +27,9 @@ GAMMAS = [3, 0, 0, 5, 1, 0, 2, 2, *[0] * 9, 4, 0, 4]
 @pytest.fixture(params=["auto", "cuda", REFERENCE])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(drafts, "BACKLOG", 12)
-    for name, tokens in (("PASS_TOKENS", 9), ("CAPTURED_TOKENS", 0), ("STEP_TOKENS", 4)):
+    for name, tokens in (("PASS_TOKENS", 9), ("CAPTURED_TOKENS", 0)):
         monkeypatch.setattr(cuda, name, tokens)  # prompts are read as long ones are
+    monkeypatch.setattr(prefill, "PASS_TOKENS", 9)
     return request.param
 
 

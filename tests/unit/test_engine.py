@@ -14,10 +14,13 @@ from hypothesis import given, settings, strategies as st
 import selfjudge.engine.select
 from conftest import CONFIGS, VOCAB, tiny_model
 from following import follow
+from selfjudge.decoding import prefill
+from selfjudge.decoding.admission import Request
 from selfjudge.engine import reference
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cuda import engine as cuda
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.engine.select import borrow_engine, make_engine
 from selfjudge.errors import SelfJudgeError
@@ -64,7 +67,7 @@ def test_every_logit_equals_a_fresh_forward(
 
 def few_tokens_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the static engine read prompts of this size as it reads long ones."""
-    for name, tokens in (("PASS_TOKENS", 20), ("CAPTURED_TOKENS", 0), ("STEP_TOKENS", 4)):
+    for name, tokens in (("PASS_TOKENS", 20), ("CAPTURED_TOKENS", 0)):
         monkeypatch.setattr(cuda, name, tokens)
 
 
@@ -78,9 +81,11 @@ def test_padding_of_prompts_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
         return forward(self, x, *rest)
 
     monkeypatch.setattr(cuda.CudaEngine, "_forward", counted)
-    engine, counts = cuda.CudaEngine(MODELS["llama"]), [3, 4, 5, 6, 30]
-    engine.reserve(5, 100)
-    engine.prefill(torch.ones(5, 30, dtype=torch.long), torch.tensor(counts))
+    monkeypatch.setattr(prefill, "PASS_TOKENS", 20)
+    rows = [(row, Request([5] * length, 4)) for row, length in enumerate([3, 4, 5, 6, 30])]
+    group = prefill.PrefillGroup(rows, torch.device("cpu"))
+    group.begin(BatchEngines(cuda.CudaEngine(MODELS["llama"])), 1)
+    group.read_all()
     assert computed == [(3, 5), (1, 6), (1, 20), (1, 10)]  # rows, columns
 
 

@@ -46,7 +46,7 @@ every_engine = pytest.mark.parametrize("kind", FAST)
 @every_engine
 def test_every_logit_equals_a_fresh_forward(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "CHUNK", 5)
-    for name, tokens in (("PASS_TOKENS", 20), ("CAPTURED_TOKENS", 0), ("STEP_TOKENS", 4)):
+    for name, tokens in (("PASS_TOKENS", 20), ("CAPTURED_TOKENS", 0)):
         monkeypatch.setattr(cuda, name, tokens)
     model = family_model(family)
     follow(make_engine(model, hidden=True, kind=kind), model, 3, PLAN, seed=0)

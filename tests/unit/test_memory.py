@@ -18,6 +18,7 @@ from families import family_model
 from selfjudge.decoding import loop, prefill as prefill_module
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
+from selfjudge.decoding.prefill import passes
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
@@ -25,7 +26,9 @@ from selfjudge.decoding.text import Batch, generate, stream
 from selfjudge.engine import draft as draft_module
 from selfjudge.engine.cpu.library import library
 from selfjudge.engine.cpu.weights import PackedWeights
-from selfjudge.engine.cuda.engine import CudaEngine, passes
+from selfjudge.engine.cuda import engine as cuda
+from selfjudge.engine.cuda.engine import CudaEngine
+from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
@@ -36,6 +39,7 @@ from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.models import device, memory
 from selfjudge.models.gguf import open_model
+from selfjudge.models.load import as_draft
 from selfjudge.models.memory import measure_draft, measure_need, outline_model
 from selfjudge.models.pair import Pair
 from selfjudge.types import Step
@@ -230,12 +234,41 @@ def test_a_batch_that_does_not_fit_has_fewer_rows(limited: Callable[[float], Non
     assert used.target.cache_bytes == fitting * ROW // 2
 
 
+@pytest.mark.parametrize("kind", ["plain", "layers", "eagle3"])
+def test_what_reading_needs_does_not_grow_with_the_longest_prompt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long prompt among short ones: outputs are there for as many tokens as a pass has, not for all padded ones."""
+    monkeypatch.setattr(prefill_module, "PASS_TOKENS", 64)
+    shapes: list[tuple[int, ...]] = []
+    begin = Kernels.begin
+
+    def counted(self: Kernels, tokens: Tensor, *rest: Any) -> Any:
+        shapes.append(tuple(tokens.shape))
+        return begin(self, tokens, *rest)
+
+    monkeypatch.setattr(Kernels, "begin", counted)
+    draft = {"plain": None, "layers": MODELS[1], "eagle3": tiny_head(MODELS[0])}[kind]
+    features = () if draft is None else as_draft(draft).features
+    used = BatchEngines(
+        make_engine(MODELS[0], kind="cuda", features=features),
+        None if draft is None else make_draft(draft, MODELS[0], kind="cuda"),
+    )
+    requests = [Request(prompt_of(length, length), 6) for length in (5, 7, 7, 8, 9, 9, 11, 12, 60)]
+    steps = decode(used, requests, Exact(), gamma=0 if draft is None else 2)
+    first = next(steps)
+    read, real = [rows * columns for rows, columns in shapes], sum(len(request.prompt) for request in requests)
+    assert max(read) <= 64
+    assert sum(read) < 1.3 * real * len(used.engines)  # a single pass would have 540 each
+    assert_answered([first, *steps], requests)
+
+
 def test_prompts_that_find_no_memory_at_a_time_are_read_apart(full: Callable[..., None]) -> None:
-    full(lambda tokens: tokens > 25)
+    tried: list[int] = []
+    full(lambda tokens: tried.append(tokens) or tokens > 45)  # type: ignore[func-returns-value]
     requests = [Request(prompt_of(20, seed), 12) for seed in range(4)]
     steps = list(decode(engines(), requests, Exact(), gamma=2))
     assert_answered(steps, requests)
     assert max(len({e.row for e in step.emissions}) for step in steps) == 4
+    assert tried == [80, 80, 40, 40, 40, 40]  # all at once, then by halves, by target and draft
 
 
 @pytest.mark.parametrize("batch", [4, 8])
@@ -477,6 +510,73 @@ def test_the_newest_row_is_given_up_wherever_it_lies(no_graphs: Callable[..., No
     steps, _ = run(requests)
     assert [row for step in steps for row in step.out_of_memory] == [3]
     assert_answered(steps, requests[:3])
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_memory_is_freed_in_steps(
+    no_graphs: Callable[..., None], failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture cannot take what torch keeps. That goes first, then captured cycles, at last the newest row."""
+    freed: list[str] = []
+    monkeypatch.setattr(loop, "empty_cache", lambda: freed.append("cache"))
+    monkeypatch.setattr(BatchEngines, "release_spare", lambda self, *, cycles=False: freed.append(f"spare {cycles}"))
+    failures = iter([True] * failing)
+    no_graphs(lambda _: next(failures, False))
+    requests = [Request(prompt_of(7, seed), 12) for seed in range(2)]
+    steps = list(decode(engines(), requests, Exact(), gamma=2))
+    assert [name for name in freed if name != "cache"] == ["spare True"] * (failing - 1)
+    assert freed[0] == "cache"
+    assert [row for step in steps for row in step.out_of_memory] == ([1] if failing == 3 else [])
+
+
+@pytest.mark.parametrize("queued", [True, False])
+@pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=["exact", "sampling"])
+def test_rows_that_find_no_memory_to_move_are_moved_one_by_one(
+    rule: AcceptanceRule, queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of them had moved, in one of the two caches."""
+    requests = [Request(prompt_of(5, seed), 4 if seed < 4 else 20, seed) for seed in range(8)]
+    expected = [list(decode(engines(), [request], rule, gamma=2)) for request in requests]
+    move, failed = cuda.move_rows, []
+
+    def run_out(rows: list[int], tensors: list[Tensor]) -> None:
+        if sum(place != row for place, row in enumerate(rows)) > 1:
+            move(rows, tensors[: 1 + len(failed) % 2])
+            failed.append(len(rows))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        move(rows, tensors)
+
+    monkeypatch.setattr(cuda, "move_rows", run_out)
+    waiting = AdmissionQueue(8, 200)
+    waiting.waiting.extend([*requests[1:], Request(prompt_of(5, 9), 4, 9)])
+    steps = list(decode(engines(), requests[: 1 if queued else 8], rule, gamma=2, queue=waiting if queued else None))
+    assert failed
+    assert [tokens_of(steps, row) for row in range(8)] == [tokens_of(alone, 0) for alone in expected]
+
+
+@pytest.mark.parametrize("where", ["join", "rule"])
+@pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=["exact", "sampling"])
+def test_a_batch_that_a_row_could_not_enter_keeps_a_size_that_is_captured(
+    no_room: Callable[..., None], where: str, rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five rows go on in a batch of eight, as before: with idle ones."""
+    requests = [Request(prompt_of(5, seed), 8 if seed < 3 else 24, seed) for seed in range(9)]
+    expected = [list(decode(engines(), [request], rule, gamma=2)) for request in requests]
+    sizes, capture = set(), CudaEngine.capture
+
+    def noted(self: CudaEngine, functions: Any, state: list[Tensor]) -> Any:
+        sizes.add(len(state[0]))
+        return capture(self, functions, state)
+
+    monkeypatch.setattr(CudaEngine, "capture", noted)
+    failures, entered = iter([True]), iter(range(9))
+    no_room(where, lambda rows: rows >= 5 and next(entered, 9) > 0 and next(failures, False))
+    waiting = AdmissionQueue(8, 200)
+    waiting.waiting.extend(requests[1:])
+    steps = list(decode(engines(), requests[:1], rule, gamma=2, queue=waiting))
+    assert next(failures, None) is None
+    assert sizes <= {1, 2, 4, 8}
+    assert [tokens_of(steps, row) for row in range(9)] == [tokens_of(alone, 0) for alone in expected]
 
 
 @pytest.fixture

@@ -342,6 +342,17 @@ def drafted(steps: Sequence[Step]) -> list[tuple[int, int, int]]:
     return [(e.row, s.drafted, len(e.tokens)) for s in steps if s.cycle for e in s.emissions]
 
 
+def test_postponed_prompts_keep_the_features_of_their_tokens_alone() -> None:
+    draft, features, prompts = draft_engines("auto", "head").draft, torch.rand(3, 50, 96), [[5] * n for n in (3, 50, 7)]
+    assert isinstance(draft, EagleDraft)
+    draft.reserve(3, 60)
+    draft.postpone(prompts, [features])
+    for row, (tokens, states) in enumerate(draft.postponed):
+        assert states is not None
+        assert torch.equal(states, features[row, -len(tokens) :])
+        assert states.untyped_storage().nbytes() == len(prompts[row]) * 96 * 4
+
+
 @pytest.mark.parametrize("draft", ["model", "head"])
 @pytest.mark.parametrize("kind", ["auto", REFERENCE])
 def test_a_draft_reads_prompts_when_it_drafts(

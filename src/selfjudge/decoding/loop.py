@@ -28,7 +28,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.rules_by_row import SETTINGS, RowRules, find_level, list_settings
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.draft import BACKLOG, BatchEngines
-from selfjudge.models.device import make_current, send
+from selfjudge.models.device import empty_cache, make_current, send
 from selfjudge.store.run_folder import SHORTEST, LoadWatch
 from selfjudge.types import PHASES, Block, Gamma, Step
 
@@ -212,7 +212,7 @@ class _LiveBatch:
     cycle: Cycle | None = None
     plain_cycles: int = 0  # cycles since the last drafts
     changed: bool = False  # whether rows have entered or left since the last cycle
-    released: bool = False  # whether the next cycle found no memory, and all that is spare has been freed
+    released: int = 0  # how often memory has been freed for the next cycle
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.engines.target.device)
@@ -243,8 +243,7 @@ class _LiveBatch:
         that, the live rows go on, and the group is read again."""
         group, alive = self.prefill.pop_ready(), settle(alive)
         if len(alive) < len(self.rows):
-            self.engines.select(alive)
-            self.random.select(alive)
+            self._select(alive)
         total = len(alive) + len(group)
         idle = min(self.engines.target.bucket(total), self.prefill.rows) - total
         try:
@@ -254,10 +253,11 @@ class _LiveBatch:
             if not self.engines.target.static:
                 raise  # some layers may have joined
         self.prefill.begin_again(len(alive), group)
-        first = list(range(len(alive)))
-        self.engines.select(first)
-        self.random.select(first)
-        self._go_on_with(alive)
+        kept = self._filled(alive)
+        self.engines.select(list(range(len(kept))))
+        self.random.select(list(range(len(alive))))
+        self.random.enter([None] * (len(kept) - len(alive)))
+        self._go_on_with(kept)
         return Step(0, (), dict.fromkeys(PHASES, 0.0))
 
     def _enter(self, group: PrefillGroup, alive: list[int], idle: int) -> Step:
@@ -312,26 +312,45 @@ class _LiveBatch:
 
     def shrink(self, alive: list[int]) -> None:
         """Let finished rows leave; a static engine keeps some as idle rows, to fill a size that it captures."""
-        idle = [i for i in range(len(self.rows)) if self.rows.finished[i]]
-        self._keep(alive + idle[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)])
+        self._keep(self._filled(alive))
+
+    def _filled(self, alive: list[int]) -> list[int]:
+        """The live rows, and as many ended ones as fill a size that is captured."""
+        ended = np.flatnonzero(self.rows.finished).tolist()
+        return alive + ended[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)]
 
     def free_memory(self, alive: list[int]) -> None:
-        """Free spare memory for the next cycle; if there is none, give up the newest row, which loses least work."""
-        if self.released:
+        """Free memory for the next cycle: first what torch keeps, which no capture can take, then all that is spare.
+        At last, give up the newest row, which loses least work."""
+        if self.released > 1:
             *others, newest = sorted(alive, key=self.rows.index.__getitem__)
             self.prefill.given_up.append(number := int(self.rows.index[newest]))
             self.prefill.histories.pop(number, None)
             self.rows.finished[newest] = True
             if others:
                 self._keep(others)
-        self.engines.release_spare(cycles=True)
-        self.released = True
+        if self.released:
+            self.engines.release_spare(cycles=True)
+        empty_cache()
+        self.released += 1
 
     def _keep(self, kept: list[int]) -> None:
         kept = settle(kept)
-        self.engines.select(kept)
-        self.random.select(kept)
+        self._select(kept)
         self._go_on_with(kept)
+
+    def _select(self, kept: list[int]) -> None:
+        """Keep rows that were settled: those that move take places of ended ones. So a static engine without memory
+        for the copies moves them again, one by one."""
+        try:
+            self.engines.select(kept)
+        except torch.OutOfMemoryError:
+            if not self.engines.target.static:
+                raise
+            self.engines.release_spare(cycles=True)
+            for place, row in enumerate(kept):
+                self.engines.select([*range(place), row, *range(place + 1, len(kept))])
+        self.random.select(kept)
 
     def _go_on_with(self, kept: list[int]) -> None:
         """Make rows and cycle those of these rows, which the engines have in this order."""
@@ -362,7 +381,7 @@ class _LiveBatch:
         except torch.OutOfMemoryError:
             return None
         packed, timer = cycle.run(self.random.next(cycle.gamma), plan.limits, self.rows.live_edits if edited else ())
-        self.plain_cycles, self.released = 0 if plan.size.gamma else self.plain_cycles + 1, False
+        self.plain_cycles, self.released = 0 if plan.size.gamma else self.plain_cycles + 1, 0
         self.prefill.cycles += 1
         if captures and chooser.statistics is not None:
             chooser.statistics.capture_seconds = time.perf_counter() - start

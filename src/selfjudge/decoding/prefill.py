@@ -1,6 +1,6 @@
 """Prefill: prompts are read in chunks, between the steps of the rows that are already in the batch."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -51,15 +51,15 @@ class PrefillGroup:
     @cached_property
     def _padded(self) -> Tensor:
         """[B, T] the last tokens of each prompt, which either cache lacks."""
-        return _left_padded([request.prompt[-self.width :] for request in self.requests], self.device)[0]
+        last = (request.prompt[-self.width :] for request in self.requests)
+        return send([[0] * (self.width - len(tokens)) + list(tokens) for tokens in last], self.device)
 
     def begin(self, engines: BatchEngines, step_tokens: int, *, aside: bool = False) -> None:
         """Take engines, or others `aside`; a row may have `step_tokens` beyond its own. Static ones `aside` hold the
         prompts alone."""
         room = self.longest + step_tokens
         if aside and engines.target.static:
-            longest = max(len(request.prompt) for request in self.requests)
-            room = min(room, 1 << (longest - 1).bit_length())  # what `CudaEngine.prefill` pads it to
+            room = min(room, 1 << (self.width - 1).bit_length())  # what `CudaEngine.prefill` pads it to
         self.engines = engines.aside(len(self), room) if aside else engines
         self.begun = True
         self.engines.reserve(len(self), room)
@@ -83,44 +83,56 @@ class PrefillGroup:
         if owners == list(range(len(self))):
             self.read(self.width)
             return
-        heads = list(dict.fromkeys(owners))
-        row_of = {head: row for row, head in enumerate(heads)}
+        row_of = {head: row for row, head in enumerate(dict.fromkeys(owners))}
+        heads = PrefillGroup([(row, Request(prompts[head][:-1])) for head, row in row_of.items()], self.device)
+        heads.engines, heads.timer = self.engines, self.timer
+        target.reserve(len(heads), self.longest + 1)
+        heads.read(heads.width)
         surplus = [len(prompts[owner]) - len(own) for owner, own in zip(owners, prompts, strict=True)]
-        self.timer.wait()
         with self.timer("target"):
-            target.reserve(len(heads), self.longest + 1)
-            target.prefill(*_left_padded([prompts[head][:-1] for head in heads], self.device))
             target.select([row_of[owner] for owner in owners])
             target.rewind(send(surplus, self.device))
             self.output = target.extend(send([prompt[-1:] for prompt in prompts], self.device))
         self.unread = 0
 
     def read(self, columns: int) -> None:
-        """Read the next columns through target and draft. Groups of several rows are read in one piece."""
+        """Read the next columns; of several rows all, where static engines read some rows after others."""
         self.timer.wait()
         assert columns >= self.width or len(self) == 1
         start = self.width - self.unread
         stop = min(start + columns, self.width)
-        tokens, draft, features = self._padded[:, start:stop], self.engines.draft, None
-        if (counts := self._count(0, start, stop)) is not None:
-            with self.timer("target"):
-                self.output = self.engines.target.prefill(tokens, counts)
-            features = self.output.features
-        if draft is not None and self.postpones:
-            self._features += [] if features is None else [features]
-            if stop == self.width:
-                states = torch.cat(self._features, 1) if self._features else None
-                draft.postpone([request.prompt for request in self.requests], states)
-        elif draft is not None and (counts := self._count(1, start, stop)) is not None:
-            with self.timer("draft"):
-                draft.read(tokens, counts, features)
+        lengths = [len(request.prompt) - min(own) for request, *own in zip(self.requests, *self.cached, strict=True)]
+        parts = list(passes(lengths, self.width)) if self.engines.target.static else [(slice(None), 0)]
+        outputs = []
+        for rows, padding in parts:
+            engines = self.engines.part(rows) if len(parts) > 1 else self.engines
+            outputs += self._read_rows(engines, rows, slice(start + padding, stop))
+        if outputs:
+            hidden = [output.hidden for output in outputs if output.hidden is not None]
+            self.output = Output(torch.cat([o.logits for o in outputs]), torch.cat(hidden) if hidden else None)
+        if self.postpones and stop == self.width and self.engines.draft is not None:
+            self.engines.draft.postpone([request.prompt for request in self.requests], self._features)
         self.unread = self.width - stop
 
-    def _count(self, cache: int, start: int, stop: int) -> Tensor | None:
+    def _read_rows(self, engines: BatchEngines, rows: slice, columns: slice) -> list[Output]:
+        """Read columns of some rows through engines of these rows; the target's output, if its cache lacked any."""
+        tokens, draft, features, outputs = self._padded[rows, columns], engines.draft, None, []
+        if (counts := self._count(0, rows, columns)) is not None:
+            with self.timer("target"):
+                output = engines.target.prefill(tokens, counts)
+            outputs, features = [Output(output.logits, output.hidden)], output.features
+        if self.postpones:
+            self._features += [] if features is None else [features]
+        elif draft is not None and (counts := self._count(1, rows, columns)) is not None:
+            with self.timer("draft"):
+                draft.read(tokens, counts, features)
+        return outputs
+
+    def _count(self, cache: int, rows: slice, columns: slice) -> Tensor | None:
         """[B] how many of these columns a cache lacks, the last ones of each row; None where it has all of them."""
-        rows = zip(self.requests, self.cached[cache], strict=True)
-        lacking = [len(request.prompt) - cached - (self.width - stop) for request, cached in rows]
-        counts = [min(max(count, 0), stop - start) for count in lacking]
+        cached = zip(self.requests[rows], self.cached[cache][rows], strict=True)
+        lacking = [len(request.prompt) - count - (self.width - columns.stop) for request, count in cached]
+        counts = [min(max(count, 0), columns.stop - columns.start) for count in lacking]
         return send(counts, self.device) if any(counts) else None
 
 
@@ -265,16 +277,19 @@ class Prefill:
         return not self.groups or 0 < self._held <= alive or (alive > 0 and chunk_read)
 
     def begin_again(self, alive: int, *read: PrefillGroup) -> None:
-        """Free what is being read, or has been `read`: there was no memory for it. It is read again, prompt by prompt,
-        when one of the `alive` rows has left. A prompt that finds none without rows and other prompts is given up."""
-        self.groups[:0] = read
-        device, begun = self.engines.target.device, [group for group in self.groups if group.begun]
+        """Free what is being read, or has been `read`: there was no memory for it. It is read again by halves, a single
+        prompt when one of the `alive` rows has left. One that finds none without rows and other prompts is given up."""
+        groups = [*read, *self.groups]
+        begun = [group for group in groups if group.begun]
         if not alive and len(begun) == 1 == len(begun[0]):
             self.given_up += begun[0].numbers
-            self.groups.remove(begun[0])
-        rows = [row for group in self.groups for row in zip(group.numbers, group.requests, strict=True)]
-        self.groups = [PrefillGroup([row], device) for row in rows]
-        self._held, self._one_by_one = alive, True
+            groups.remove(begun[0])
+        self.groups = []
+        for group in groups:
+            rows = list(zip(group.numbers, group.requests, strict=True))
+            size = -(-len(rows) // (1 + group.begun))
+            self.groups += [PrefillGroup(rows[n : n + size], group.device) for n in range(0, len(rows), size)]
+        self._held, self._one_by_one = alive if all(len(group) == 1 for group in begun) else 0, True
         self.engines.release_spare()
 
     def pop_ready(self) -> PrefillGroup:
@@ -334,9 +349,15 @@ def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
     return owners if 2 * read < sum(map(len, bodies)) else list(range(len(prompts)))
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[B, T] prompts padded with 0 on the left, [B] their lengths."""
-    counts = [len(prompt) for prompt in prompts]
-    longest = max(counts)
-    padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    return send(padded, device), send(counts, device)
+def passes(lengths: Sequence[int], width: int) -> Iterator[tuple[slice, int]]:
+    """Split rows into passes of at most PASS_TOKENS: yields neighbours and how many columns are padding in all."""
+    first = 0
+    while first < len(lengths):
+        longest, stop = max(1, lengths[first]), first + 1
+        while stop < len(lengths):
+            longer = max(longest, lengths[stop])
+            if longer * (stop + 1 - first) > PASS_TOKENS:
+                break
+            longest, stop = longer, stop + 1
+        yield slice(first, stop), width - longest
+        first = stop

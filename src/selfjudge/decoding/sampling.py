@@ -123,7 +123,7 @@ class RandomNumbers:
         """Append rows by seed (None: greedy); return [B, 1] numbers for the tokens of their prefill, if some sample."""
         new = [None if seed is None else torch.Generator().manual_seed(seed) for seed in seeds]
         first = send(_draw_each(new, 1), self.device) if any(new) else None
-        if ahead := self.drawn.shape[1]:
+        if new and (ahead := self.drawn.shape[1]):
             self.drawn = torch.cat([self.drawn, self._draw(new, ahead)])
         self.generators += new
         return first

@@ -77,6 +77,10 @@ class RowCache(Protocol):
         """Let a static cache work on its first `batch` rows, all as they are; return on how many it worked before."""
         return 0
 
+    def part(self, rows: slice) -> Self:
+        """A static cache of these rows alone, in the memory of this one."""
+        return copy.copy(self)
+
     def state(self) -> list[Tensor]:
         """The tensors that a pass changes in place, without the cache itself."""
         return []

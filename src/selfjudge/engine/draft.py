@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -133,18 +134,26 @@ class Drafter(RowCache):
         self.backlog.use_rows(batch)
         return self.engine.use_rows(batch)
 
+    def part(self, rows: slice) -> Self:
+        other = super().part(rows)
+        other.engine, other.backlog = self.engine.part(rows), copy.copy(self.backlog)
+        other.backlog.states = self.backlog.states[rows]
+        return other
+
     def state(self) -> list[Tensor]:
         return [*self.engine.state(), *self.backlog.tensors()]
 
     def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         """Read the next tokens [B, T] of prompts, of row b the last counts[b]; the target's features are [B, T, F]."""
 
-    def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
-        """Read whole prompts when tokens are first proposed, if ever; [B, T, F] the target's features, right-aligned.
-        For engines that are not static, whose rows are all empty."""
-        for row, prompt in enumerate(prompts):
-            tokens = send(prompt, self.device)
-            self.postponed.append((tokens, None if features is None else features[row, -len(prompt) :]))
+    def postpone(self, prompts: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
+        """Read whole prompts when tokens are first proposed, if ever; for engines that are not static, whose rows are
+        all empty. The target's features are [B, T, F], right-aligned, of one prompt in chunks; of a model none."""
+        for row, prompt in enumerate(prompts):  # copies: padding is freed
+            states = torch.cat([part[row, -len(prompt) :] for part in features]) if features else None
+            self.postponed.append((send(prompt, self.device), states))
+        if features:
+            self.backlog.states[:, -1:] = features[-1][:, -1:]
 
     def catch_up(self) -> None:
         """Read the prompts that were postponed."""
@@ -254,11 +263,6 @@ class EagleDraft(Drafter):
             backlog.mark_read()
         backlog.max_missing = gamma + 1 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
-    def postpone(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> None:
-        assert features is not None
-        super().postpone(prompts, features)
-        self.backlog.states[:, -1:] = features[:, -1:]
-
     def _read_postponed(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         assert features is not None
         first = min(1, tokens.shape[1] - 1)  # prompts of one token make no entries, but rows
@@ -343,15 +347,13 @@ class BatchEngines:
         Where there is too little, idle engines lose their caches, and these theirs if no room is left for logits."""
         logits = LOGIT_BYTES * self.target.vocab_size * step_tokens
         free, held = free_memory(self.target.device) if self.static_engines else None, self.rows_held(length)
-        if held >= rows and (free is None or free >= rows * logits):
+        if free is None or (held >= rows and free >= rows * logits):
             return rows
         for engine in self.static_engines if held >= rows else ():
             held = engine.release() or 0
         row = logits + sum(engine.row_bytes(length) for engine in self.static_engines)
         for last in (False, True):
-            free = free_memory(self.target.device)
-            if free is None:
-                return rows
+            free = free_memory(self.target.device) or 0
             free += sum(engine.cache_bytes for engine in self.static_engines)  # freed first
             if self.prefixes is not None:
                 free -= self.prefixes.limit - self.prefixes.used
@@ -375,8 +377,7 @@ class BatchEngines:
         if self.prefixes is not None:
             self.prefixes.clear()
         self.release_idle()
-        if self.target.device.type == "cuda":
-            empty_cache()
+        empty_cache()
 
     def reserve(self, rows: int, length: int) -> None:
         """Begin a batch: room for so many rows of at most `length` tokens."""
@@ -402,6 +403,10 @@ class BatchEngines:
         """Append the rows of `other`, which `aside` made, and then `idle` empty rows."""
         for cache, others in zip(self.caches, other.caches, strict=True):
             cache.join(others, idle)
+
+    def part(self, rows: slice) -> BatchEngines:
+        """Static engines of these rows alone, in the memory of these."""
+        return BatchEngines(self.target.part(rows), self.draft and self.draft.part(rows))
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order."""

@@ -34,7 +34,6 @@ PREFILLS = 32  # shapes of prompts that are kept as graphs, at most
 CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are captured as a graph when their shape recurs
 SLOTS = 256  # cache lengths are multiples of this, so that the next batch is likely to fit into the same cache
 ASIDES = 3  # engines made by `aside` that are kept with their cache and graphs
-STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 WIDEST_HEAD = 256  # columns of a head that the kernels can hold
 
 
@@ -50,27 +49,6 @@ def why_not(module: PreTrainedModel | EagleHead) -> str | None:
 def _count_slots(length: int) -> int:
     """Cache slots of a row of at most `length` tokens."""
     return (length + 2 + SLOTS - 1) // SLOTS * SLOTS
-
-
-def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
-    """Tokens of each row. Padding is left out only of large prefills, where the host may wait for `counts`."""
-    if counts is None or width <= STEP_TOKENS or batch * width <= CAPTURED_TOKENS:
-        return [width] * batch
-    return [int(count) for count in counts.tolist()]
-
-
-def passes(lengths: Sequence[int], width: int) -> Iterator[tuple[slice, int]]:
-    """Split rows into passes of at most PASS_TOKENS: yields neighbours and how many columns are padding in all."""
-    first = 0
-    while first < len(lengths):
-        longest, stop = max(1, lengths[first]), first + 1
-        while stop < len(lengths):
-            longer = max(longest, lengths[stop])
-            if longer * (stop + 1 - first) > PASS_TOKENS:
-                break
-            longest, stop = longer, stop + 1
-        yield slice(first, stop), width - longest
-        first = stop
 
 
 _Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]  # captured: replay, its tokens, counts and output
@@ -211,6 +189,12 @@ class CudaEngine(Engine):
         self.keys, self.values = self._cache[:, :, :batch]
         return before
 
+    def part(self, rows: slice) -> Self:
+        other = super().part(rows)
+        other.lengths, other.keys, other.values = self.lengths[rows], self.keys[:, rows], self.values[:, rows]
+        other._prefills = {}  # captured passes work on the first rows
+        return other
+
     @torch.no_grad()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         batch, width = tokens.shape
@@ -221,15 +205,14 @@ class CudaEngine(Engine):
         x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, w.embedding)
         if w.embedding_scale != 1:
             x.mul_(w.embedding_scale)
-        lengths = row_lengths(counts, batch, width)
-        allocate = x.new_empty if min(lengths) == width else x.new_zeros  # padding may be left out of passes
-        features = allocate(batch, width, len(self._features) * x.shape[2]) if self._features else None
-        if width <= STEP_TOKENS:
-            output = self._forward(x, slot, position, slice(0, batch), keep, features)
-        else:
-            output = self._forward_prompts(x, slot, position, keep, features, lengths)
+        features = x.new_empty(batch, width, len(self._features) * x.shape[2]) if self._features else None
+        for start in range(0, width, PASS_TOKENS):  # of prompts this long all outputs are those of the last columns
+            columns = slice(start, start + PASS_TOKENS)
+            part, slots, places = (tensor[:, columns].contiguous() for tensor in (x, slot, position))
+            states = None if features is None else features[:, columns]
+            output = self._forward(part, slots, places, min(keep, part.shape[1]), states)
         self.lengths.add_(width if counts is None else counts)
-        return output
+        return Output(output.logits, output.hidden, features)
 
     def extend_first(self, tokens: Tensor, counts: Tensor) -> Output:
         """All tokens are computed: a captured pass has one shape."""
@@ -275,26 +258,7 @@ class CudaEngine(Engine):
             torch.cat(list(rows[row]), 3, out=self._cache[:, :, row, :, : lengths[row]])
         self.lengths.copy_(send(lengths, self.device))
 
-    def _forward_prompts(
-        self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None, lengths: Sequence[int]
-    ) -> Output:
-        """`_forward` for long prompts, some rows and columns at a time."""
-        width = slot.shape[1]
-        outputs = []
-        for part, padding in passes([max(length, keep) for length in lengths], width):
-            for start in range(padding, width, PASS_TOKENS):
-                columns = slice(start, start + PASS_TOKENS)
-                pieces = [tensor[part, columns].contiguous() for tensor in (x, slot, position)]
-                wanted = min(keep, pieces[1].shape[1])
-                states = None if features is None else features[part, columns]
-                output = self._forward(pieces[0], pieces[1], pieces[2], part, wanted, states)
-            outputs.append(output)
-        hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
-        return Output(torch.cat([o.logits for o in outputs]), hidden, features)
-
-    def _forward(
-        self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int, features: Tensor | None
-    ) -> Output:
+    def _forward(self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None) -> Output:
         """Run embedded tokens [B, T, H] through all layers; `features` gets the inputs of the layers that are wanted.
         x is the residual stream. `parts` of the last product may be missing from it: the next `norm` adds them."""
         w, kernels = self.weights, self._kernels
@@ -304,7 +268,7 @@ class CudaEngine(Engine):
         parts: Tensor | None = None
         after: Tensor | None = None
         for i, layer in enumerate(w.layers):
-            keys, values = self.keys[i, rows], self.values[i, rows]
+            keys, values = self.keys[i], self.values[i]
             normed = kernels.norm(x, parts, layer.attention_norm, epsilon, after, scale)
             for n, wanted in enumerate(self._features):  # a shallow model's low and high layer may be the same
                 if features is not None and wanted == i:
@@ -320,7 +284,7 @@ class CudaEngine(Engine):
             parts, after = kernels.add(x, inner, layer.down, layer.down_bias, w.apart), layer.mlp_after
         y = kernels.norm(x, parts, w.norm, epsilon, after, scale).view(batch, width, -1)[:, width - keep :]
         logits = self._cap(F.linear(y.reshape(batch * keep, -1), w.head))
-        return Output(logits.view(batch, keep, -1), y if self._want_hidden else None, features)
+        return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
 
     def _cap(self, logits: Tensor) -> Tensor:
         """Logits as the model scales and limits them."""
@@ -400,24 +364,11 @@ class CudaHead(CudaEngine, HeadEngine):
 
     @torch.no_grad()
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
-        batch, width = tokens.shape
-        e, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
-        outputs = []
-        for part, padding in passes([max(length, keep) for length in row_lengths(counts, batch, width)], width):
-            x, given, slots, places = (t[part, padding:].contiguous() for t in (e, states, slot, position))
-            outputs.append(self._layer(x, given, slots, places, part, keep))
+        """Of entries before the last `keep`, only keys and values are computed."""
+        w, kernels, (batch, width) = self.weights, self._kernels, tokens.shape
+        e, slot, position = kernels.begin(tokens, counts, self.lengths, self.slots, w.embedding)
         self.lengths.add_(width if counts is None else counts)
-        logits, a = (torch.cat(both) if len(both) > 1 else both[0] for both in zip(*outputs, strict=True))
-        return Output(logits, None, a)
-
-    def _layer(
-        self, e: Tensor, states: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, keep, D] and states [B, keep, H]; of earlier entries only keys and values are computed."""
-        w, kernels = self.weights, self._kernels
-        layer = w.layers[0]
-        batch, width, size = e.shape
-        keys, values = self.keys[0, rows], self.values[0, rows]
+        layer, size, keys, values = w.layers[0], e.shape[2], self.keys[0], self.values[0]
         given = states.reshape(batch * width, -1)
         fused = given.shape[1] != size
         x = given.new_zeros(batch * width, size) if fused else given.clone()
@@ -431,13 +382,13 @@ class CudaHead(CudaEngine, HeadEngine):
             x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size).contiguous()
             q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()
         if not keep:
-            return x.new_empty(batch, 0, len(w.head)), x.view(batch, 0, size)
+            return Output(x.new_empty(batch, 0, len(w.head)), None, x.view(batch, 0, size))
         mixed = kernels.attention(q, keys, values, position, layer.scoring)
         parts = kernels.add(x, mixed, layer.out, None)
         inner = kernels.gated(kernels.norm(x, parts, layer.mlp_norm, w.epsilon), layer.gate_up)
         parts = kernels.add(x, inner, layer.down, None)
         logits = F.linear(kernels.norm(x, parts, w.norm, w.epsilon), w.head)  # this norm completes x
-        return logits.view(batch, keep, -1), x.view(batch, keep, size)
+        return Output(logits.view(batch, keep, -1), None, x.view(batch, keep, size))
 
 
 @functools.cache
