@@ -408,8 +408,8 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], N
 
 
 def test_a_prompt_that_finds_no_memory_waits_for_a_row_to_leave(full: Callable[..., None]) -> None:
-    """The pass of all prompts fails, and that of the long one beside a live row; it works once that row has left."""
-    failures = iter([True] * 2)
+    """The passes of all prompts, of half of them, and of the long one beside a live row fail. Then that row leaves."""
+    failures = iter([True] * 3)
     full(lambda tokens: tokens > 25 and next(failures, False))
     requests = [Request(prompt_of(5), 10), Request(prompt_of(30, 1), 12), Request(prompt_of(6, 2), 20)]
     steps, _ = run(requests)
