@@ -16,7 +16,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import encode
 from selfjudge.engine.cuda.kernels_torch import HeadNorms, Kernels, Scoring
-from selfjudge.integrations.vllm.approval import Approval, Counts, count_step
+from selfjudge.integrations.vllm.approval import Approval, Counts, choose_mark, count_step
 from selfjudge.integrations.vllm.plan import DraftRows, Plan, RequestGuards
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
@@ -266,8 +266,9 @@ def check_step(device: torch.device) -> None:
         marked_alone = processed[at]
         flags = plain.mark(marked_alone, drafts, wanted)
         middle = len(order) // 2
-        for first, last in ((0, middle), (middle, len(order))) if step % 2 else ((0, len(order)),):
-            table.mark(table.said, processed[ends[first] : ends[last]], first, last, ahead=True)
+        for part in (range(middle), range(middle, len(order))) if step % 2 else (range(len(order)),):
+            own = processed[ends[part.start] : ends[part.stop]]
+            table.mark(batch, table.said, own, choose_mark(logits), part, ahead=True)
         assert torch.equal(table.flags[:, :m][:, at][:, decided], flags[:, decided])
         assert torch.equal(table.flags[1:, :m][:, at], flags[1:])
         torch.testing.assert_close(processed[at][decided], marked_alone[decided], atol=0, rtol=0)
@@ -283,7 +284,7 @@ def check_step(device: torch.device) -> None:
                 place[slot] += n
         counted += count_step(rows, emitted.to(device), flags.to(device)[:, predicting] if marked else None)
         if marked:
-            table.finish(emitted.int().to(device))
+            table.finish(batch, emitted.int().to(device))
         else:
             counts_of.note(emitted.int().to(device), ends.numpy())
         state = torch.stack([known.state, known.position], 1)

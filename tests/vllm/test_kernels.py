@@ -45,11 +45,6 @@ def test_a_step_of_the_second_runner_is_few_launches_and_no_operators() -> None:
         assert cost == {"launches": 3, "by_the_front_end": 0, "operators": 0}, rule
 
 
-def test_a_triton_without_a_launcher_of_its_own_is_asked_to_launch() -> None:
-    costs = json.loads(run("step_costs.py", LAUNCHER="other"))
+def test_a_triton_that_calls_compiled_kernels_otherwise_is_asked_to_launch() -> None:
+    costs = json.loads(run("step_costs.py", OTHER_TRITON="1"))
     assert costs["mixed"] == {"launches": 3, "by_the_front_end": 3, "operators": 0}
-
-
-def test_launchers_of_other_devices_and_versions_are_called_as_triton_calls_them() -> None:
-    costs = json.loads(run("step_costs.py", LAUNCHER="flat"))
-    assert costs["mixed"] == {"launches": 3, "by_the_front_end": 0, "operators": 0}

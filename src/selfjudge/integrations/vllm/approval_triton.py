@@ -5,18 +5,17 @@ or `_mark` handles one row of one request, and follows the request's text up to 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import reduce
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from selfjudge.decoding import guards, rules_by_row as codes
-from selfjudge.integrations.vllm.approval import choose_mark
 from selfjudge.integrations.vllm.plan import Plan
 from selfjudge.models.device import send
 from selfjudge.ops.kernels_triton import ROW_BLOCK, ROW_WARPS, JudgeWeights, draft_score, flat_scan, row_argmax, scan
@@ -51,7 +50,7 @@ def _among(token, special_ptr, SPECIALS: tl.constexpr):
 
 @triton.jit(do_not_specialize=("rows",))
 def _decide(
-    slot_ptr, end_ptr, index_ptr, position_ptr, id_ptr, hidden_ptr, logit_ptr, table_ptr, follow_ptr, exact_ptr,
+    slot_ptr, end_ptr, index_ptr, id_ptr, position_ptr, hidden_ptr, logit_ptr, table_ptr, follow_ptr, exact_ptr,
     state_ptr, flag_ptr, value_ptr, limit_ptr, draft_ptr, said_ptr, rows, known, hidden_step, logit_step, hidden,
     vocabulary, weight_ptr, bias_ptr, special_ptr, SPECIALS: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr,
     PREVIOUS: tl.constexpr, FURTHEST: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DECIDE: tl.constexpr,
@@ -218,42 +217,27 @@ def _finish(slot_ptr, end_ptr, index_ptr, position_ptr, emitted_ptr, table_ptr, 
 
 
 class Launch:
-    """A kernel with its constant arguments, launched with those that change in front of them, of the same types each
-    time. Triton's Python takes longer on the host than the rest of a step. So it is used once, and asked what it passes
-    to its launcher in C, which later launches call, unless a tensor does not begin at a multiple of 16 bytes."""
+    """A kernel with its constant arguments, launched with those that change in front of them. Triton's front end takes
+    longer on the host than the rest of a step. So it is used once for each set of dtypes; later launches call the
+    compiled kernel directly, unless a tensor does not begin at a multiple of 16 bytes."""
+
+    direct = True  # until a Triton turns out to call compiled kernels in another way
 
     def __init__(self, kernel: Any, warps: int, *stays: Any) -> None:
         self.kernel, self.warps, self.stays = kernel, warps, stays
-        self.pointers = tuple([one.data_ptr() if isinstance(one, Tensor) else one for one in stays])
-        self.start: Any = None  # the launcher, where this Triton has one
+        self.pointers = [one.data_ptr() if isinstance(one, Tensor) else one for one in stays]
+        self.compiled: dict[tuple[torch.dtype, ...], Any] = {}
 
-    def __call__(self, grid: tuple[int, int, int], bits: int, tensors: Sequence[Tensor], *changing: int) -> None:
-        """The arguments that change are pointers of the tensors, whose bits are given, and numbers."""
-        if self.start is not None and not bits & 15:
-            values, stream = (*changing, *self.pointers), self.stream(self.device)
-            self.start(*self.first, *grid, stream, *self.then, *((values,) if self.packed else values))
-            return
-        compiled = self.kernel[grid](*tensors, *changing[len(tensors) :], *self.stays, num_warps=self.warps)
-        with suppress(AttributeError, IndexError, TypeError, ValueError):
-            if not bits & 15:  # else the kernel is one for tensors that begin anywhere
-                self._learn(compiled, (*changing, *self.pointers))
-
-    def _learn(self, compiled: Any, values: tuple[Any, ...]) -> None:
-        """Note what the launcher is called with, without a call of it; the hooks of profilers are left out."""
-        run, launch, given, grid = compiled.run, compiled.run.launch, list[Any](), (7001, 7003, 7005)
-        run.launch = lambda *arguments: given.extend(arguments)
-        try:
-            compiled[grid](*values, stream=7007)
-        finally:
-            run.launch = launch
-        self.packed, at = given[-1] == values, given.index(grid[0])
-        flat = [*given[:-1], *values] if self.packed else given
-        end, hooks = len(flat) - len(values), ("LazyDict", "HookChain")
-        if (*flat[at : at + 4], *flat[end:]) != (*grid, 7007, *values):
-            raise ValueError
-        self.first, self.then = flat[:at], [None if type(o).__name__ in hooks else o for o in flat[at + 4 : end]]
-        self.device, self.stream = driver.active.get_current_device(), driver.active.get_current_stream
-        self.start = launch
+    def __call__(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], *numbers: int) -> None:
+        pointers, dtypes = [one.data_ptr() for one in tensors], tuple([one.dtype for one in tensors])
+        if (compiled := self.compiled.get(dtypes)) is not None and not reduce(operator.or_, pointers) & 15:
+            try:
+                compiled[grid](*pointers, *numbers, *self.pointers)
+                return
+            except (AttributeError, TypeError):  # before anything is launched
+                Launch.direct = False
+        compiled = self.kernel[grid](*tensors, *numbers, *self.stays, num_warps=self.warps)
+        self.compiled[dtypes] = compiled if Launch.direct else None
 
 
 class RequestTable:
@@ -268,7 +252,8 @@ class RequestTable:
         self.said = torch.empty((2, self.rows), device=device)
         self.flags = torch.empty((3, self.rows), dtype=torch.bool, device=device)
         self.new: dict[int, Sequence[float]] = {}  # lines of requests that begin, by slot
-        self.total, self._launches = total, dict[Any, Launch]()
+        self._finish = Launch(_finish, 1, self.lines, self.state, self.flags, total, self.rows)
+        self._launches: dict[Any, Launch] = {}
 
     def decide(self, batch: Any, hidden: Tensor, logits: Tensor, judge: JudgeWeights | None, *, fused: bool) -> None:
         """Fill in the rows of a step, whose tokens have these states; without verdicts where it is not fused."""
@@ -276,37 +261,28 @@ class RequestTable:
             lines = send([[slot, *line] for slot, line in self.new.items()], self.lines.device, torch.float64)
             self.new = {}
             self.lines[lines[:, 0].long()] = lines[:, 1:]
-        self._rows = batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, batch.positions
-        tensors, self._requests = (*self._rows, batch.input_ids, hidden, logits), batch.num_reqs
-        self._kinds = kinds = tuple([one.dtype for one in tensors])
-        key = kinds, hidden.stride(0), logits.stride(0), fused, judge is None
-        if (launch := self._launches.get(key)) is None:
-            launch = self._launches[key] = Launch(
+        key = fused, judge is None, hidden.stride(0), logits.stride(0)
+        if key not in self._launches:
+            self._launches[key] = Launch(
                 _decide, ROW_WARPS if fused else 1, self.lines, self.follow, self.exact, self.state, self.flags, None,
                 None, self.drafts, self.said, self.rows, len(self.follow),
                 *_judging(judge, self.special, hidden, logits), True, fused,
             )  # fmt: skip
-        slot, end, at, position, token, state, logit = pointers = [one.data_ptr() for one in tensors]
-        self._pointers, self._bits = (slot, end, at, position), slot | end | at | position
-        launch((self._requests, self.width, 1), self._bits | token | state | logit, tensors, *pointers)
+        rows = batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, batch.input_ids, batch.positions
+        self._launches[key]((batch.num_reqs, self.width, 1), (*rows, hidden, logits))
 
-    def mark(self, said: Tensor, logits: Tensor, first: int, last: int, *, ahead: bool) -> None:
-        """Mark the drafts of some requests of this step on their logits, after what was said of all rows."""
-        key = self._kinds, said.dtype, logits.dtype, logits.stride(0), ahead
-        if (launch := self._launches.get(key)) is None:
-            launch = self._launches[key] = Launch(
+    def mark(self, batch: Any, said: Tensor, logits: Tensor, value: float, requests: range, *, ahead: bool) -> None:
+        """Mark the drafts of some requests on their logits, after what was said of all rows."""
+        key = value, ahead, logits.stride(0)
+        if key not in self._launches:
+            self._launches[key] = Launch(
                 _mark, ROW_WARPS, self.lines, self.drafts, self.flags, self.special, self.rows, logits.stride(0),
-                logits.shape[1], choose_mark(logits), len(self.special), True, ahead,
+                logits.shape[1], value, len(self.special), True, ahead,
             )  # fmt: skip
-        more, tensors = (said.data_ptr(), logits.data_ptr()), (*self._rows[:2], said, logits)
-        bits, grid = self._bits | more[0] | more[1], (last - first, self.width - 1, 1)
-        launch(grid, bits, tensors, *self._pointers[:2], *more, first)
+        grid = len(requests), self.width - 1, 1
+        self._launches[key](grid, (batch.idx_mapping, batch.cu_num_logits, said, logits), requests.start)
 
-    def finish(self, emitted: Tensor) -> None:
-        """Follow and count the tokens that this step gave, whose drafts were marked."""
-        key = self._kinds, emitted.dtype
-        if (launch := self._launches.get(key)) is None:
-            of = self.lines, self.state, self.flags, self.total, self.rows
-            launch = self._launches[key] = Launch(_finish, 1, *of)
-        more = emitted.data_ptr()
-        launch((self._requests, 1, 1), self._bits | more, (*self._rows, emitted), *self._pointers, more)
+    def finish(self, batch: Any, emitted: Tensor) -> None:
+        """Follow and count the tokens that a batch got, which was marked."""
+        rows = batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, batch.positions, emitted
+        self._finish((batch.num_reqs, 1, 1), rows)

@@ -24,8 +24,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
 from selfjudge.decoding.rules_by_row import MARGIN, Code, encode
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.approval import Verification
+from selfjudge.integrations.vllm.approval import Verification, choose_mark
 from selfjudge.integrations.vllm.approval_triton import RequestTable
+from selfjudge.integrations.vllm.plan import Plan
 from selfjudge.integrations.vllm.signatures import exactly, has, takes, unknown
 
 
@@ -80,8 +81,7 @@ class MarkProcessor:
         self.table = RequestTable(slots, gamma + 1, *of)
         self.said: Tensor | None = None  # what rules said of this step's rows; None outside of one, or if lossless
         self._marked = False  # whether rows of this step were marked
-        self._slots, self._asks = b"", False  # of the step before; whether a request of it has a rule
-        self._needs = np.zeros(slots, np.uint8)  # bits: a rule, that is judged, that has no code, that looks ahead
+        self._slots, self._asked = b"", list[AcceptanceRule | None]()
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         rule, prompt = self.verification.rules(sampling_params), self.prompts.popleft() if self.prompts else None
@@ -90,11 +90,8 @@ class MarkProcessor:
 
     def enter(self, req_idx: int, rule: AcceptanceRule | None, prompt: Sequence[int] | None) -> None:
         self.rules[req_idx] = rule
-        code = encode(rule)
-        ahead = code is not None and (code.price < math.inf or code.window > 0)
-        self._needs[req_idx] = (rule is not None) | isinstance(rule, Judged) << 1 | (code is None) << 2 | ahead << 3
-        line = code or Code(MARGIN, 0.0)  # any, where it has none
-        self.table.new[req_idx] = [*self.verification.guards.begin(rule, prompt), *line]
+        code = encode(rule) or Code(MARGIN, 0.0)  # any, where it has none
+        self.table.new[req_idx] = [*self.verification.guards.begin(rule, prompt), *code]
         self._slots = b""
 
     def apply_staged_writes(self) -> None:
@@ -102,15 +99,14 @@ class MarkProcessor:
 
     def decide(self, hidden: Tensor, logits: Tensor, batch: Any) -> None:
         """Ask the rules about the drafts of a batch; `hidden` are the states of all tokens of the step."""
-        present = batch.idx_mapping_np[: batch.num_reqs]
-        slots, self.said = present.tobytes(), None
+        slots, self.said = batch.idx_mapping_np[: batch.num_reqs].tobytes(), None
         if slots != self._slots:  # most steps have the requests of the step before
-            needs = int(np.bitwise_or.reduce(self._needs[present]))
-            self._slots, self._asks = slots, bool(needs & 1)
-            self._weights = self.approval.weights if needs & 2 else None
-            self._fused = not needs & 4 and bool(needs & 2) == (self._weights is not None)
-            self._ahead = self._fused and bool(needs & 8)
-        if not self._asks:
+            self._slots, asked = slots, [self.rules[slot] for slot in batch.idx_mapping_np[: batch.num_reqs].tolist()]
+            self._asked, plan = asked if any(asked) else [], Plan(asked)
+            self._weights = self.approval.weights if plan.judged else None
+            self._fused = plan.codes is not None and plan.judged == (self._weights is not None)
+            self._ahead = self._fused and plan.looks_ahead
+        if not self._asked:
             return
         self._marked, self._batch = False, batch
         self.table.decide(batch, hidden if self._weights else logits, logits, self._weights, fused=self._fused)
@@ -123,18 +119,17 @@ class MarkProcessor:
         n, table, last = len(logits), self.table, self.verification.last
         rows = last.rows(np.diff(batch.cu_num_logits_np).tolist(), logits.device)
         at, exact = torch.arange(n, device=logits.device).clamp_max(n - 2), table.said[0, :n] == -math.inf
-        plan = last.plan([self.rules[slot] for slot in batch.idx_mapping_np[: batch.num_reqs].tolist()], rows)
-        approved = self.approval(states, logits, at, table.drafts[:n], plan, exact)
+        approved = self.approval(states, logits, at, table.drafts[:n], last.plan(self._asked, rows), exact)
         table.said[0, :n] = torch.where(approved, 0.0, math.inf)
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
         """Called for all rows of a step, or for some of its requests after others."""
         if self.said is not None:
-            first, last, batch, self._marked = 0, self._batch.num_reqs, self._batch, True
+            requests, batch, self._marked = range(self._batch.num_reqs), self._batch, True
             if ctx is not None and len(logits) != batch.cu_num_logits_np[-1]:
                 first = batch.idx_mapping_np.tolist().index(ctx.idx_mapping_np[0])
-                last = first + len(ctx.idx_mapping_np)
-            self.table.mark(self.said, logits, first, last, ahead=self._ahead)
+                requests = range(first, first + len(ctx.idx_mapping_np))
+            self.table.mark(batch, self.said, logits, choose_mark(logits), requests, ahead=self._ahead)
         return logits
 
     def finish(self, batch: Any, emitted: Tensor) -> None:
@@ -145,7 +140,7 @@ class MarkProcessor:
         self.said = None
         if not self._marked:
             raise SelfJudgeError("this vLLM verifies drafts without a chance to mark those that a rule accepts")
-        self.table.finish(emitted)
+        self.table.finish(batch, emitted)
 
 
 class MarkingBans(BadWordsState):
