@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Generator
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(tier)
         if tier == "unit" and {"embedded", "shipped"} & {*getattr(item, "fixturenames", ())}:
             raise pytest.UsageError(f"{item.nodeid} uses a real model: move it to tests/network")
+        quick = item.get_closest_marker("quick")
+        if quick and not any(fnmatchcase(item.callspec.id, pattern) for pattern in quick.args):
+            item.add_marker("slow")
 
 
 def _refuse(event: str, args: tuple[object, ...]) -> None:
@@ -52,6 +56,8 @@ def _ask_other_programs() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Before the first test: the process that tests of whole runs fork is a fork of this one, as it is now."""
+    gc.freeze()
+    gc.enable()  # conftest.py has disabled it
     if not session.config.option.collectonly and any(map(_may_start_processes, session.items)):
         from warm import forks
 

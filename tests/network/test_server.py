@@ -635,6 +635,7 @@ def embedded_server(start: Callable[..., Server]) -> Server:
     return start("--pair", "smollm2-135m", "--device", "cpu", "--gamma", "3")
 
 
+@pytest.mark.slow
 def test_a_short_prompt_passes_a_long_one_that_goes_with_its_client(embedded_server: Server) -> None:
     """Whether it shares the batch of the long one or not."""
     server = embedded_server
@@ -653,6 +654,7 @@ def test_a_short_prompt_passes_a_long_one_that_goes_with_its_client(embedded_ser
     assert server.metric("generations_total", finish="cancelled") == 1
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_says_over_http_what_generate_says(embedded_server: Server, shipped: Pair) -> None:
     server = embedded_server
     judge = Judge.from_pretrained("smollm2-135m")

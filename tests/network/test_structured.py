@@ -254,6 +254,7 @@ def test_a_grammar_that_grows_too_complex_ends_with_an_error(server: Server) -> 
     assert ask(server, max_tokens=5).usage.completion_tokens == 5
 
 
+@pytest.mark.slow
 def test_smollm2_writes_the_same_json_with_and_without_drafts(shipped: Pair) -> None:
     prompt = "Who wrote Hamlet, and when? Answer as JSON."
     schema = {

@@ -84,6 +84,7 @@ def test_answers_are_those_given_alone(tiny_pair: Pair) -> None:
     run(test)
 
 
+@pytest.mark.quick("exact-9", "judged-10")
 @pytest.mark.parametrize("gamma", [9, 10])
 @pytest.mark.parametrize("name", ["exact", "sampling", "judged"])
 def test_beside_a_row_of_many_drafts_another_leaves_gamma_open(tiny_pair: Pair, name: str, gamma: int) -> None:
