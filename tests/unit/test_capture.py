@@ -281,10 +281,11 @@ def test_a_cancelled_prompt_gives_its_engine_back(monkeypatch: pytest.MonkeyPatc
     assert engines.target.asides  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("rows", [4, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", ["exact", "margin:1"])
-def test_idle_captures_end(rule: str, tiny_pair: Pair) -> None:
-    """Three levels × nine sizes × eight γ are 216 cycles, and an engine keeps 192."""
-    batch = Batch(tiny_pair, rule, rows=256, length=60, gamma="auto", engine="cuda", shared=share_rules(tiny_pair))
+def test_idle_captures_end(rule: str, rows: int, tiny_pair: Pair) -> None:
+    """Three levels × nine sizes × eight γ are 216 cycles, all of which an engine keeps; the fewer of few rows as well."""
+    batch = Batch(tiny_pair, rule, rows=rows, length=60, gamma="auto", engine="cuda", shared=share_rules(tiny_pair))
     assert any(batch.capture(0.0) for _ in range(300))
 
 

@@ -258,7 +258,7 @@ def test_first_answers_lose_little_where_drafts_do_not_pay() -> None:
 @pytest.mark.parametrize(
     ("machine", "rows"),
     [
-        ("h200-qwen", 8),
+        pytest.param("h200-qwen", 8, marks=pytest.mark.slow),
         pytest.param("h200-8b", 64, marks=pytest.mark.slow),
         *(pytest.param("h200-qwen", rows, marks=pytest.mark.slow) for rows in (1, 16, 64)),
         *(pytest.param("h200-8b", rows, marks=pytest.mark.slow) for rows in (1, 8, 16)),

@@ -86,7 +86,13 @@ def check_groups(case: str, runs: int, n: int) -> None:
     assert np.mean(np.concatenate([certifies(rng.permuted(part, axis=1)) for part in parts])) >= without
 
 
-@pytest.mark.quick("10 paraphrases", "independent losses", "independent, graded", "independent, both ways", "topics of 10, correlation 0.9")
+@pytest.mark.quick(
+    "10 paraphrases",
+    "independent losses",
+    "independent, graded",
+    "independent, both ways",
+    "topics of 10, correlation 0.9",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_rule_at_the_limit_is_certified_with_probability_delta_at_most(case: str) -> None:
     check_groups(case, runs=4000, n=400)
