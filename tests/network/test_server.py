@@ -574,7 +574,7 @@ almost = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(50, marks=pytest.mark.slow)])
 def test_no_body_makes_the_server_fail(server: Server, examples: int) -> None:
     statuses: set[int] = set()
 

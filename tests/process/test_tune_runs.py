@@ -432,6 +432,7 @@ def test_progress_is_the_share_of_the_time_where_that_is_larger() -> None:
     assert said[1:] == [0.01, 1.0]
 
 
+@pytest.mark.slow
 def test_a_family_that_gamma_excludes_has_no_share_of_delta(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str]
 ) -> None:

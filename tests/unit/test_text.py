@@ -395,6 +395,7 @@ def test_all_rules_draft_with_the_same_weights(tiny_pair: Pair, monkeypatch: pyt
     assert not PairEngines(itself).draft_int8
 
 
+@pytest.mark.quick("float16-*")
 @pytest.mark.parametrize(
     ("dtype", "message"), [("float16", "can only be int8, on a cpu, not 'float16'"), ("", "not ''")]
 )
