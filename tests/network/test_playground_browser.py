@@ -263,6 +263,7 @@ watcher.observe(document.body, { childList: true, subtree: true });
 """  # in the page: a busy machine would press the key when the answers have ended
 
 
+@pytest.mark.slow
 def test_stop(opened: Browser, server: Server) -> None:
     """What was said stays, the server gives the answers up, and the next question is welcome."""
     before = server.metric("generations_total", finish="cancelled")

@@ -258,6 +258,7 @@ class Killed(Exception):  # noqa: N818
     """Stands for the end of the process."""
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_a_head_and_ends_in_the_same_one(
     pair: Pair, settings: DistillConfig, tmp_path: Path
 ) -> None:

@@ -211,7 +211,7 @@ def test_a_rule_that_needs_long_blocks_gets_them() -> None:
         pytest.param("h200-qwen", "qwen", 8, True, marks=pytest.mark.slow),
         pytest.param("h200-qwen", "qwen", 512, True, marks=pytest.mark.slow),
         pytest.param("x86-qwen", "qwen", 1, False, marks=pytest.mark.slow),
-        ("x86-smollm2", "smollm2", 1, False),
+        pytest.param("x86-smollm2", "smollm2", 1, False, marks=pytest.mark.slow),
         pytest.param("arm-qwen", "qwen", 1, False, marks=pytest.mark.slow),
         pytest.param("arm-smollm2", "smollm2", 1, False, marks=pytest.mark.slow),
     ],

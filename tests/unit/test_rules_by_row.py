@@ -115,7 +115,7 @@ def _alone(engines: BatchEngines, request: Request, gamma: int) -> tuple[list[in
     return _tokens(_decode(engines, {-1: [bare]}, rule, gamma=gamma)[0])
 
 
-@pytest.mark.quick("eagle3-cpu", "layers-cuda")
+@pytest.mark.quick("layers-cpu", "eagle3-cpu")
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("kind", ["cpu", "cuda", REFERENCE])
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
