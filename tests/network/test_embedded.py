@@ -43,11 +43,11 @@ def compare(pair: Pair, prompts: list[str], tokens: int, batches: list[int]) -> 
 
 
 def test_exact_equals_transformers(embedded: Pair) -> None:
-    answers = generate(embedded, PROMPTS[:2], gamma=4, max_new_tokens=16, batch=2)
+    answers = generate(embedded, PROMPTS[:2], gamma=4, max_new_tokens=12, batch=2)
     for prompt, answer in zip(PROMPTS, answers, strict=False):
-        assert assert_greedy(embedded, embedded.encode(prompt), answer.tokens, 16) <= 1
+        assert assert_greedy(embedded, embedded.encode(prompt), answer.tokens, 12) <= 1
     accepted = sum(o == "draft" for a in answers for o in a.origins)
-    assert accepted > 8  # of 32 tokens; a draft materialised wrongly agrees on next to none
+    assert accepted > 6  # of 24 tokens; a draft materialised wrongly agrees on next to none
 
 
 @pytest.mark.slow

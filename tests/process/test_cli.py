@@ -272,6 +272,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_what_the_command_line_tells_is_refused_without_torch(checkpoints: dict[str, str], tmp_path: Path) -> None:
     """All in one process: once one of them had imported torch, the next would show it."""
     write_inputs(tmp_path, checkpoints)

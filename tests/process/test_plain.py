@@ -46,7 +46,7 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 RAGGED = [3, 11, 1, 7, 20, 2, 5, 5, 9, 30, 4]
 
 
-@pytest.mark.quick("auto", "reference")
+@pytest.mark.quick("auto", "cuda")
 @pytest.mark.usefixtures("engine_kind")
 def test_greedy_answers_equal_transformers() -> None:
     model, prompts = tiny_model(seed=1), prompts_of(RAGGED)

@@ -198,6 +198,16 @@ def test_who_is_cancelled_while_waiting_never_enters(tiny_pair: Pair, monkeypatc
     run(test)
 
 
+@pytest.mark.quick(
+    "-None-options0-*",
+    "w1-topk*",
+    "w1-nothing*",
+    "*options3-*",
+    "*options6-*",
+    "*options8-*",
+    "*options14-*",
+    "w1-judged*",
+)
 @pytest.mark.parametrize(
     ("prompt", "rule", "options", "said"),
     [

@@ -681,6 +681,7 @@ def test_other_samplings_have_the_targets_distribution(sampling: Sampling, head:
     assert _fit(SpeculativeSampling(sampling), 3_000, head=head) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("engine_kind", ["auto"], indirect=True)
 @pytest.mark.parametrize("rows", [120, pytest.param(600, marks=pytest.mark.slow)])

@@ -42,6 +42,16 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 every_engine = pytest.mark.parametrize("kind", FAST)
 
 
+@pytest.mark.quick(
+    "cpu-*",
+    "cuda-Gemma 3 (text)",
+    "cuda-Qwen2, *",
+    "cuda-Phi-3, *",
+    "cuda-OLMo 2",
+    "cuda-SmolLM3",
+    "cuda-Granite 3",
+    "cuda-Llama with*",
+)
 @every_family
 @every_engine
 def test_every_logit_equals_a_fresh_forward(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

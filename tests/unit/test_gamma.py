@@ -103,6 +103,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.quick("False-1-drafts become*", "True-64-drafting*", "False-1-drafting*", "True-64-drafts are cheap")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize(
     ("static", "rows"),

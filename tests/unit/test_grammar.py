@@ -212,6 +212,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.quick("contradiction", "elsewhere", "loop", "un*")
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_schemas_that_cannot_be_used_are_refused(speller: Pair, name: str) -> None:
     schema, said = IMPOSSIBLE[name]

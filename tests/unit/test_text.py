@@ -73,6 +73,7 @@ def test_answers_of_a_batch_end_at_token_ids_of_their_own_or_ignore_the_end_toke
     assert answer([5, 6], ignore_eos=True, stop_ids=[whole.tokens[last]]).tokens == stopped.tokens
 
 
+@pytest.mark.quick("prompt-*")
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
