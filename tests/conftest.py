@@ -9,6 +9,7 @@ os.environ["SELFJUDGE_PAIR"] = "smollm2-135m"  # the small pair wherever a test 
 
 import atexit
 import contextlib
+import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import pytest
 from selfjudge.store.files import home
 from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_protocol, pytest_runtestloop  # noqa: F401
 
+gc.disable()  # until the first test: imports leave little garbage, and looking for it takes a sixth of their time
 os.fsync = lambda file: None  # no test cuts the power, and disks are slow
 LEDGER = Path(tempfile.gettempdir()) / f"selfjudge-ledger-{os.getpid()}" / "attempts.jsonl"
 os.environ["SELFJUDGE_LEDGER"] = str(LEDGER)  # tests tune on the same prompts again and again

@@ -69,7 +69,7 @@ class Server:
         while time.monotonic() < limit:
             if self.metric(name) == value:
                 return
-            time.sleep(0.05)
+            time.sleep(0.01)
         raise AssertionError(f"{name} is {self.metric(name)}, not {value}: {self.log}")
 
     def wait_until_idle(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Generator
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -19,12 +20,27 @@ _caught: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_slow(items)
     for item in items:
         tier = item.path.relative_to(Path(__file__).parent).parts[0]
         if tier in TIERS:
             item.add_marker(tier)
         if tier == "unit" and {"embedded", "shipped"} & {*getattr(item, "fixturenames", ())}:
             raise pytest.UsageError(f"{item.nodeid} uses a real model: move it to tests/network")
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """All parameters of a test that its marker `quick` does not name."""
+    unused: dict[str, set[str]] = {}
+    for item in items:
+        if (quick := item.get_closest_marker("quick")) is not None:
+            found = {pattern for pattern in quick.args if fnmatchcase(item.callspec.id, pattern)}  # type: ignore[attr-defined]
+            unused.setdefault(item.nodeid.partition("[")[0], {*quick.args}).difference_update(found)
+            if not found:
+                item.add_marker("slow")
+    missing = {name: patterns for name, patterns in unused.items() if patterns}
+    if missing and not any("::" in argument for argument in items[0].config.args):
+        raise pytest.UsageError(f"the marker `quick` names parameters that there are not: {missing}")
 
 
 def _refuse(event: str, args: tuple[object, ...]) -> None:
@@ -52,6 +68,8 @@ def _ask_other_programs() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Before the first test: the process that tests of whole runs fork is a fork of this one, as it is now."""
+    gc.freeze()
+    gc.enable()  # conftest.py has disabled it
     if not session.config.option.collectonly and any(map(_may_start_processes, session.items)):
         from warm import forks
 

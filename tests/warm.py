@@ -21,6 +21,7 @@ IMPORTED = (
     "torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
     "transformers.generation.utils", "selfjudge.cli.main", "selfjudge.distill.pipeline", "selfjudge.evaluate.pipeline",
     "selfjudge.integrations.server.run", "selfjudge.models.pair", "selfjudge.tune.pipeline",
+    "encodings.idna", "llguidance.hf", "pydantic.v1", "uvicorn.lifespan.off",
 )  # fmt: skip
 """Modules that every fork has from its start."""
 

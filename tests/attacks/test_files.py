@@ -321,6 +321,13 @@ def test_a_bomb_of_rows(files: Path, refused: Callable[[str], str], monkeypatch:
     assert "it is too large" in refused("report")
 
 
+@pytest.mark.quick(
+    "resumed labels-a list",
+    "resumed labels-NUL",
+    "resumed labels-cut off",
+    "resumed labels-NaN",
+    "resumed eval-cut off",
+)
 @pytest.mark.parametrize(
     ("kind", "broken"), [*(("resumed labels", name) for name in BROKEN if name != "empty"), ("resumed eval", "cut off")]
 )

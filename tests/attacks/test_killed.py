@@ -25,9 +25,9 @@ from runs import prompts_file
 
 COMMANDS = ("label", "train", "eval", "tune", "distill", "pull")
 MOMENTS = [pytest.param(n, marks=pytest.mark.slow) if n >= 1 else n for n in range(10)]
-QUICK = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("eval", "tune", "distill") else name for name in COMMANDS
-]
+QUICK = [name if name in ("label", "pull") else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+MOST = [pytest.param(name, marks=pytest.mark.slow) if name in ("tune", "distill") else name for name in COMMANDS]
+"""The others have quick tests of their own that end a run in its midst: `test_tune_runs.py`, `test_distill_runs.py`."""
 PAGE = 4096
 ROOM = 64 << 20
 
@@ -154,6 +154,7 @@ def one_line(ended: dict[str, Any]) -> str:
     return str(lines[-1])
 
 
+@pytest.mark.parametrize("case", MOST, indirect=True)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(case: Case, moment: int, tmp_path: Path) -> None:
     dice = random.Random(f"{case.name}-{moment}")

@@ -74,6 +74,7 @@ def check_goes_on(server: Server, files: list[Path], change: Callable[[Path], No
     assert server.process.wait(300) >= 0, server.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [cut, pytest.param(overwrite, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_gguf_file_that_changes_while_it_is_served(

@@ -43,12 +43,17 @@ def compare(pair: Pair, prompts: list[str], tokens: int, batches: list[int]) -> 
 
 
 def test_exact_equals_transformers(embedded: Pair) -> None:
-    compare(embedded, PROMPTS[:2], 8, [2])
+    answers = generate(embedded, PROMPTS[:2], gamma=4, max_new_tokens=12, batch=2)
+    for prompt, answer in zip(PROMPTS, answers, strict=False):
+        assert assert_greedy(embedded, embedded.encode(prompt), answer.tokens, 12) <= 1
+    accepted = sum(o == "draft" for a in answers for o in a.origins)
+    assert accepted > 6  # of 24 tokens; a draft materialised wrongly agrees on next to none
 
 
 @pytest.mark.slow
-def test_exact_equals_transformers_on_long_answers(embedded: Pair) -> None:
-    compare(embedded, PROMPTS[3:5], 64, [2])
+@pytest.mark.parametrize(("first", "tokens"), [(0, 8), (3, 64)])
+def test_exact_equals_what_transformers_generates(embedded: Pair, first: int, tokens: int) -> None:
+    compare(embedded, PROMPTS[first : first + 2], tokens, [2])
 
 
 @pytest.mark.slow
@@ -66,6 +71,7 @@ def test_every_token_of_exact_is_the_targets_choice_on_many_prompts(
         assert sum(map(bool, ties)) <= len(answers) // 5
 
 
+@pytest.mark.slow
 def test_the_draft_is_of_use(embedded: Pair) -> None:
     answers = generate(embedded, PROMPTS[:3], gamma=4, max_new_tokens=16, batch=3)
     accepted = sum(o == "draft" for a in answers for o in a.origins)
@@ -101,6 +107,7 @@ def test_a_refusing_judge_is_exact_and_the_guard_holds_back_an_accepting_one(emb
     assert relaxed.judged_share > 0
 
 
+@pytest.mark.slow
 def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) -> None:
     """Its scores in the loop are those of plain transformers passes, on both engines, and stricter thresholds take less."""
     folder = shipped_judge("smollm2-135m")

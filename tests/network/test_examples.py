@@ -14,6 +14,7 @@ from selfjudge.tune import TuneConfig
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.quick("custom_rule*")
 @pytest.mark.parametrize(
     ("script", "shows"),
     [

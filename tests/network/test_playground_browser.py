@@ -85,6 +85,7 @@ def reshow(opened: Browser, change: str) -> list[dict[str, Any]]:
     return cards(opened)
 
 
+@pytest.mark.slow
 def test_speeds_of_a_busy_machine_are_not_compared(opened: Browser) -> None:
     ask(opened, "w1 w2 w3")
     busy, idle = (
@@ -164,6 +165,7 @@ def test_settings_apply_to_the_next_answer(opened: Browser, server: Server) -> N
     assert opened.run("messagesBefore([]).map(m => m.role)") == ["user", "assistant"] * 2
 
 
+@pytest.mark.slow
 def test_gamma_says_what_the_chosen_rule_is_decoded_with(
     browser: Browser, start: Callable[..., Server], endless: list[str]
 ) -> None:
@@ -191,6 +193,7 @@ def test_gamma_says_what_the_chosen_rule_is_decoded_with(
     assert said() == "5"
 
 
+@pytest.mark.slow
 def test_plain_decoding_beside_exact_shows_the_gain(
     browser: Browser, start: Callable[..., Server], endless: list[str]
 ) -> None:
@@ -260,6 +263,7 @@ watcher.observe(document.body, { childList: true, subtree: true });
 """  # in the page: a busy machine would press the key when the answers have ended
 
 
+@pytest.mark.slow
 def test_stop(opened: Browser, server: Server) -> None:
     """What was said stays, the server gives the answers up, and the next question is welcome."""
     before = server.metric("generations_total", finish="cancelled")
@@ -326,6 +330,7 @@ def test_the_key_stays_in_the_tab(browser: Browser, start: Callable[..., Server]
     browser.complaints.clear()
 
 
+@pytest.mark.quick("360")
 @pytest.mark.parametrize("width", [360, 768, 1280])
 def test_no_width_makes_the_page_scroll_sideways(browser: Browser, server: Server, width: int) -> None:
     visit(browser, server.url, width)
@@ -348,6 +353,7 @@ def test_no_width_makes_the_page_scroll_sideways(browser: Browser, server: Serve
     assert 0 <= box[0] < box[1] <= width
 
 
+@pytest.mark.quick("light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_told_from_what_is_behind_it(opened: Browser, scheme: str) -> None:
     """Contrast of 4.5 : 1 (WCAG AA); nothing moves for those who want no motion; everything has a name."""
@@ -461,6 +467,7 @@ def test_before_vllm(browser: Browser, vllm: str) -> None:
     assert ["vllm_xargs" in copy for copy in copies] == [True, False]
 
 
+@pytest.mark.slow
 def test_before_vllm_tools_that_need_not_be_called_leave_the_rule(browser: Browser, vllm: str) -> None:
     """vLLM has a grammar only for calls that must be made."""
     visit(browser, vllm)

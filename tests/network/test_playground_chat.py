@@ -225,6 +225,7 @@ def test_tools_are_called_and_their_results_sent(browser: Browser, speller: Serv
     )
 
 
+@pytest.mark.slow
 def test_a_call_without_a_result_says_so(browser: Browser, speller: Server) -> None:
     opened = watch(browser, speller)
     put(opened, tools=json.dumps(TOOLS), choice="one")
@@ -254,6 +255,7 @@ def test_json_by_a_schema(browser: Browser, speller: Server) -> None:
     assert json.loads(cards(opened)[0]["text"])["city"] in ("rome", "oslo")
 
 
+@pytest.mark.slow
 def test_the_hint_covers_no_figures(opened: Browser) -> None:
     """At any token, in two widths."""
     for width in (390, 1280):
@@ -270,6 +272,7 @@ def test_the_hint_covers_no_figures(opened: Browser) -> None:
         assert covered == 0
 
 
+@pytest.mark.slow
 def test_nothing_above_moves_while_an_answer_grows(opened: Browser) -> None:
     put(opened, compare="")
     ask(opened, "w1 w2", tokens=120, wait=False)
@@ -281,6 +284,7 @@ def test_nothing_above_moves_while_an_answer_grows(opened: Browser) -> None:
     assert [opened.run(where.replace("{}", part)) for part in parts] == before
 
 
+@pytest.mark.slow
 def test_accepted_drafts_stand_out_more_than_the_targets_own(opened: Browser) -> None:
     ask(opened, "w1 w2 w3")
     draft, own = opened.run(

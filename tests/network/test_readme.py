@@ -63,6 +63,7 @@ def test_every_command_is_tried() -> None:
     assert len(QUICK) > 1
 
 
+@pytest.mark.quick("*--quality*")
 @pytest.mark.parametrize("line", QUICK)
 def test_answers(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, f"{line} --max-new-tokens 12 --gamma 4")  # whatever passes cost on this machine
@@ -71,6 +72,7 @@ def test_answers(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "tokens/s" in shown.err
 
 
+@pytest.mark.quick("0", "1")
 @pytest.mark.parametrize("number", range(sum(kind == "python" for _, kind, _ in BLOCKS)))
 def test_python(
     number: int, shipped: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

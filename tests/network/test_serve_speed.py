@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from servers import Server
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_speed.py"
 
 
+@pytest.mark.slow
 def test_clients_are_timed_and_failures_are_named(
     start: Callable[..., Server], endless: list[str], tmp_path: Path
 ) -> None:

@@ -267,6 +267,7 @@ MIXED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_requests_with_and_without_parameters_side_by_side(server: Server) -> None:
     """Each says what it says alone, whatever is in its batch."""
     alone = [said(chat(server, f"w{i} w2", **options)) for i, options in enumerate(MIXED)]

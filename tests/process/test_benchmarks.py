@@ -78,6 +78,7 @@ def draft_quality(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("draft_quality")
 
 
+@pytest.mark.slow
 def test_costs_of_passes_drafts_and_labels(
     checkpoints: dict[str, str], tmp_path: Path, run_script: Callable[..., str]
 ) -> None:

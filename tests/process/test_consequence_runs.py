@@ -125,7 +125,7 @@ def test_a_verdict_or_an_answer_decides_where_it_is_asked_for(
     assert len(texts_seen) == manifest["rows"] + manifest["controls"]
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
     pair: Pair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:

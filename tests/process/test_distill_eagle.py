@@ -258,6 +258,7 @@ class Killed(Exception):  # noqa: N818
     """Stands for the end of the process."""
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_a_head_and_ends_in_the_same_one(
     pair: Pair, settings: DistillConfig, tmp_path: Path
 ) -> None:
@@ -318,6 +319,7 @@ def test_every_style_is_a_source() -> None:
     assert {*OPENINGS, "self", "self-chats"} == set(SELF)
 
 
+@pytest.mark.quick("self-math", "self-writing")
 @pytest.mark.parametrize("style", sorted(OPENINGS.keys() - {"self-summaries"}))
 def test_prompts_of_a_style_begin_as_it_does(pair: Pair, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPENINGS, style, ["w5 w6", "w7"])

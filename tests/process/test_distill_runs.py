@@ -146,6 +146,7 @@ def killer(stage: str, occurrence: int) -> Callable[[str, float], None]:
     return notify
 
 
+@pytest.mark.quick("the target answers-1", "training-1")
 @pytest.mark.parametrize(
     ("stage", "occurrence"),
     [("the target answers", 1), ("the target answers", 3), ("the target answers, top-k", 2), ("training", 1), ("writing", 1)],
@@ -326,6 +327,7 @@ def test_useless_settings_are_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.quick("change2")
 @pytest.mark.parametrize("change", [{"top_k": 200}, {"seed": 2**31}, {"seed": -1}])
 def test_unusual_settings_work(pair: Pair, settings: DistillConfig, tmp_path: Path, change: dict[str, Any]) -> None:
     result = distill_draft(pair, tmp_path / "out", replace(settings, **change))

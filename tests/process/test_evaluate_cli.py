@@ -49,6 +49,7 @@ def command(checkpoints: dict[str, str], asked: Path, out: Path, *more: str) -> 
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
     checkpoints: dict[str, str], asked: Path, tmp_path: Path
 ) -> None:

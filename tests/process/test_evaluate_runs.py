@@ -194,6 +194,7 @@ def test_rules_may_be_added_and_other_settings_are_refused(
         evaluated(tiny_pair, out, asked, ["judged:0.4"], (3,), other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", ["judged:0.4", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("exact", "sampling"))]
 )

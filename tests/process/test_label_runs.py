@@ -182,8 +182,9 @@ def test_past_the_drafts_window_there_is_nothing_to_label(tiny_pair: Pair, promp
 # interruptions and damage
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
-    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     """The at-th file that is put into place is the last thing that happens; what follows it is done by the second run."""
     monkeypatch.setattr("selfjudge.label.pipeline.SHARD", 4)
@@ -204,7 +205,7 @@ def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
     label_pair(tiny_pair, tmp_path / "undisturbed", config)
     expected, total = content(tmp_path / "undisturbed"), count
     assert total > 12
-    for at in range(total):
+    for at in range(0, total, every):
         out, count, last = tmp_path / f"killed-{at}", 0, at
         with pytest.raises(Killed):
             label_pair(tiny_pair, out, config)
@@ -214,6 +215,7 @@ def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
         assert content(out) == expected
 
 
+@pytest.mark.quick("True-labels-*", "False-work/responses-*", "True-hidden-*", "True-work/prompts*")
 @pytest.mark.parametrize(
     "name", ["labels-00001.jsonl", "hidden-00000.safetensors", "work/responses-00001.jsonl", "work/prompts.jsonl"]
 )

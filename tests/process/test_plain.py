@@ -45,6 +45,7 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 RAGGED = [3, 11, 1, 7, 20, 2, 5, 5, 9, 30, 4]
 
 
+@pytest.mark.quick("auto", "cuda")
 @pytest.mark.usefixtures("engine_kind")
 def test_greedy_answers_equal_transformers() -> None:
     model, prompts = tiny_model(seed=1), prompts_of(RAGGED)
@@ -60,6 +61,7 @@ def test_greedy_answers_equal_transformers() -> None:
     assert sum(told) == sum(map(len, expected))
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.usefixtures("engine_kind")
 def test_sampled_answers_depend_on_their_seed_alone() -> None:
     model, prompts = tiny_model(seed=1), prompts_of(RAGGED)
@@ -85,6 +87,7 @@ def substituted(lengths: list[int], seed: int) -> list[list[int]]:
     return [[*whole[: n - 1], 3 + (seed + n) % (VOCAB - 3)] for n in lengths]
 
 
+@pytest.mark.quick("auto-4", "cuda-64")
 @pytest.mark.usefixtures("engine_kind")
 @pytest.mark.parametrize("batch", [4, 64])
 def test_what_prompts_share_is_read_once_and_changes_nothing(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,7 @@ def test_no_network_is_one_clear_line(world: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_no_network_on_the_command_line(world: Path) -> None:
     offline(world)
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
@@ -252,6 +253,7 @@ def test_no_network_on_the_command_line(world: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_killed_while_converting_then_resumed_without_fetching(world: Path) -> None:
     child = start(SLOW=str(world / "converting"), FOREVER="1")
     while not (world / "converting").exists():
@@ -274,6 +276,7 @@ def test_two_processes_at_once_convert_once(world: Path) -> None:
     assert leftovers(world) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing_behind(world: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, "--checkpoint"], env={**os.environ, "FLOATS": "4000000"}, capture_output=True, text=True, check=False,

@@ -225,6 +225,7 @@ def test_light_dark_and_the_toggle(opened: Browser) -> None:
     assert opened.run("getComputedStyle(document.querySelector('nav')).display") == "none"
 
 
+@pytest.mark.quick("390")
 @pytest.mark.parametrize("width", [390, 768, 1400])
 def test_no_width_makes_the_page_scroll_sideways(opened: Browser, width: int) -> None:
     opened.size(width, 800)
@@ -243,6 +244,7 @@ def test_everything_that_can_be_used_has_a_name(opened: Browser) -> None:
     )
 
 
+@pytest.mark.quick("light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_told_from_what_is_behind_it(opened: Browser, scheme: str) -> None:
     """Contrast of 4.5 : 1 (WCAG AA) for text, and on the tints of tokens."""
@@ -260,6 +262,7 @@ def test_text_can_be_told_from_what_is_behind_it(opened: Browser, scheme: str) -
     assert [s for s, ratio in found if ratio < 4.5] == []
 
 
+@pytest.mark.quick("light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_demo_page(browser: Browser, tmp_path: Path, scheme: str) -> None:
     """Tokens are coloured by origin, and one shows what the target wanted when it is pointed at or focused."""
@@ -297,6 +300,7 @@ def test_what_the_demo_gained_stands_out(browser: Browser, tmp_path: Path) -> No
     assert strong > usual
 
 
+@pytest.mark.quick("light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_certificate(browser: Browser, tmp_path: Path, scheme: str) -> None:
     """It loads in silence, shows both answers beside each other, and says what the target wanted."""

@@ -81,16 +81,20 @@ def test_a_program_runs(anywhere: str) -> None:
     assert (ended.stdout, ended.stderr, ended.code, ended.killed) == ("hello\n", "bye\n", 1, "")
 
 
+one_is_enough = pytest.mark.parametrize(
+    "anywhere",
+    [pytest.param("isolated", marks=isolated), pytest.param("unsafe", marks=pytest.mark.slow)],
+    indirect=True,
+)  # of tests that take a second or two each
+
+
+@one_is_enough
 def test_an_infinite_loop(anywhere: str) -> None:
     ended = hostile("while True: pass", cpu_seconds=1)
     assert (ended.killed, ended.code) == ("time", -signal.SIGXCPU)
 
 
-@pytest.mark.parametrize(
-    "anywhere",
-    [pytest.param("isolated", marks=isolated), pytest.param("unsafe", marks=pytest.mark.slow)],
-    indirect=True,
-)  # two seconds of a core each
+@one_is_enough
 def test_a_loop_that_ignores_the_signal(anywhere: str) -> None:
     code = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     ended = hostile(code, cpu_seconds=1)
@@ -235,7 +239,7 @@ def test_a_program_that_kills_itself_did_not_run_out_of_time(anywhere: str, numb
 
 def test_a_program_that_kills_its_group_or_its_parent(anywhere: str) -> None:
     for victim in ("0", "os.getppid()"):
-        ended = hostile(f"import os, time\nos.kill({victim}, 9)\ntime.sleep(1)")
+        ended = hostile(f"import os, time\nos.kill({victim}, 9)\ntime.sleep(0.2)")
         assert (ended.killed, ended.code) in ((("", 0), ("", -9)) if victim != "0" else (("", -9),))
 
 
@@ -300,7 +304,7 @@ def test_a_fork_bomb(anywhere: str) -> None:
         pytest.skip("the kernel does not count root's processes")
     children = int(hostile(FORKS).stdout)
     assert 1 <= children <= LIMITS.processes  # so that the real one is let loose only if it is held
-    ended = hostile("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", seconds=1)
+    ended = hostile("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", seconds=0.5)
     assert ended.killed == "time"
 
 
@@ -322,7 +326,7 @@ if os.fork() == 0:
         os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", "{token}"])
     os._exit(0)
 import time
-time.sleep(0.5)
+time.sleep(0.2)
 print("done")
 """
     ended = hostile(code)
@@ -331,6 +335,7 @@ print("done")
     assert gone(token)
 
 
+@one_is_enough
 @pytest.mark.parametrize("end", ["wall clock", "parent killed"])
 def test_all_die_at_once(anywhere: str, end: str, tmp_path: Path) -> None:
     token = f"sleeps-{os.getpid()}-{time.monotonic_ns()}"
@@ -340,7 +345,7 @@ os.setsid() if os.fork() == 0 else None
 os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", "{token}"])
 """
     if end == "wall clock":
-        assert hostile(code, seconds=2).killed == "time"
+        assert hostile(code, seconds=1).killed == "time"
         assert gone(token)
         return
     unsafe = "runner.find_isolation_problem = lambda: 'not tried'" if anywhere == "unsafe" else ""

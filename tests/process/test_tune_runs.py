@@ -127,7 +127,7 @@ def test_a_finished_run_returns_at_once(
     assert content(undisturbed) == before
 
 
-@pytest.mark.parametrize("after", [1, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 4))])
+@pytest.mark.parametrize("after", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 4))])
 def test_broken_off_and_gone_on_with_it_ends_in_the_same_bytes(
     tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
@@ -150,6 +150,7 @@ def test_broken_off_and_gone_on_with_it_ends_in_the_same_bytes(
     assert content(out) == content(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_call_answers_several_batches_and_each_is_kept(
     tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +252,7 @@ def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchAnswerer, "costs", costs)
 
 
+@pytest.mark.slow
 def test_each_rule_has_its_own_gamma_at_each_load(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +322,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchAnswerer, "answer", answer)
 
 
+@pytest.mark.slow
 def test_speeds_of_a_busy_machine_are_measured_again_later(
     tiny_pair: Pair,
     config: TuneConfig,
@@ -429,6 +432,7 @@ def test_progress_is_the_share_of_the_time_where_that_is_larger() -> None:
     assert said[1:] == [0.01, 1.0]
 
 
+@pytest.mark.slow
 def test_a_family_that_gamma_excludes_has_no_share_of_delta(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str]
 ) -> None:
@@ -541,6 +545,7 @@ def test_groups_of_prompts_are_one_observation_each(
     assert "On groups of prompts like these 15" in page_text((recipe.folder / "certificate.html").read_text())
 
 
+@pytest.mark.slow
 def test_a_second_attempt_on_the_same_prompts_spends_its_own_share(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def penalise(
 WEIGHTS = [(1.5, 0.0, 1.0), (0.0, 0.8, 1.0), (0.0, 0.0, 1.3), (-0.5, 0.4, 1.1), (0.0, -2.0, 1.0)]
 
 
+@pytest.mark.quick("auto-head", "cuda-same")
 @pytest.mark.parametrize(
     ("kind", "draft"),
     [
@@ -93,6 +94,7 @@ def test_greedy_answers_under_penalties(kind: str, draft: str) -> None:
     assert sum(answer != greedy(TARGET, p, 16) for answer, p in zip(wanted, prompts, strict=False)) >= 3
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_answers_under_a_bias_and_a_least_length(kind: str) -> None:
     (prompt,) = prompts_of([7])
@@ -123,6 +125,7 @@ def test_greedy_answers_under_a_bias_and_a_least_length(kind: str) -> None:
     assert len(found[1]) > 11 > len(found[2])
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_under_penalties_has_the_changed_distribution(kind: str) -> None:
     """The second token of an answer, drafted by another model, under everything at once."""
@@ -166,6 +169,7 @@ class Only(LogitsEdit):
         self.token = None
 
 
+@pytest.mark.quick("rule0-auto", "rule1-cuda")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "rule",

@@ -135,14 +135,21 @@ def test_a_request_may_ask_for_plain_decoding_and_a_server_not_beside_a_rule(tin
         Rules(tiny_pair, None, RuleRequest("margin:9", gamma=0)).choose()
 
 
+@pytest.fixture(scope="module")
+def alone(tiny_pair: Pair) -> tuple[int, ...]:
+    return generate(tiny_pair, "w1 w2", gamma=2, max_new_tokens=20).tokens
+
+
 @cases(DECODING, PROMPT)
-def test_a_task_that_asks_for_what_is_none_harms_no_other(tiny_pair: Pair, name: str, value: Any) -> None:
+def test_a_task_that_asks_for_what_is_none_harms_no_other(
+    tiny_pair: Pair, alone: tuple[int, ...], name: str, value: Any
+) -> None:
     async def test() -> None:
         async with AsyncBatch(tiny_pair, gamma=2, length=80) as batch:
             other = asyncio.create_task(batch.generate("w1 w2", max_new_tokens=20))
             with says(name):
                 await batch.generate(**{"prompt": "w1 w2", "max_new_tokens": 3, name: value})
-            assert (await other).tokens == generate(tiny_pair, "w1 w2", gamma=2, max_new_tokens=20).tokens
+            assert (await other).tokens == alone
 
     asyncio.run(test())
 

@@ -84,6 +84,7 @@ def test_answers_are_those_given_alone(tiny_pair: Pair) -> None:
     run(test)
 
 
+@pytest.mark.quick("exact-9", "judged-10")
 @pytest.mark.parametrize("gamma", [9, 10])
 @pytest.mark.parametrize("name", ["exact", "sampling", "judged"])
 def test_beside_a_row_of_many_drafts_another_leaves_gamma_open(tiny_pair: Pair, name: str, gamma: int) -> None:
@@ -197,6 +198,16 @@ def test_who_is_cancelled_while_waiting_never_enters(tiny_pair: Pair, monkeypatc
     run(test)
 
 
+@pytest.mark.quick(
+    "-None-options0-*",
+    "w1-topk*",
+    "w1-nothing*",
+    "*options3-*",
+    "*options6-*",
+    "*options8-*",
+    "*options14-*",
+    "w1-judged*",
+)
 @pytest.mark.parametrize(
     ("prompt", "rule", "options", "said"),
     [

@@ -40,6 +40,7 @@ def make_engines() -> BatchEngines:
     return BatchEngines(make_engine(TARGET, kind="cuda"), make_draft(SMALL, TARGET, kind="cuda"))
 
 
+@pytest.mark.quick("model-sampling")
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
@@ -150,6 +151,7 @@ def answer(batch: Batch) -> list[list[int]]:
     return [list(one.tokens) for one in answers]
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("gamma", [0, 2, "auto"])
 def test_a_batch_finds_what_was_captured_before_it(captures: list[int], gamma: Gamma, pair: Pair) -> None:
     alone = answer(Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="reference"))
@@ -169,6 +171,7 @@ def test_a_batch_finds_what_was_captured_before_it(captures: list[int], gamma: G
     assert len(captures) == 3 * gammas
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("fixed", [None, 5])
 def test_auto_captures_no_gamma_that_does_not_run(captures: list[int], fixed: int | None) -> None:
     """A machine whose table is known, and on which drafts cost nothing: no γ loses what a capture takes."""
@@ -242,6 +245,7 @@ def test_passes_over_usual_prompts_are_captured_before_the_first(monkeypatch: py
     assert engines.aside(4, 128).target.rows_held(128) == 8  # what was captured is found by prompts of these sizes
 
 
+@pytest.mark.quick("8-600-300")
 @pytest.mark.parametrize(("rows", "prompt", "limit"), [(16, 700, 100), (8, 600, 300), (4, 3000, 300)])
 def test_captured_passes_survive_a_longer_prompt(rows: int, prompt: int, limit: int) -> None:
     engines = BatchEngines(CudaEngine(TARGET))
@@ -277,10 +281,11 @@ def test_a_cancelled_prompt_gives_its_engine_back(monkeypatch: pytest.MonkeyPatc
     assert engines.target.asides  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("rows", [4, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", ["exact", "margin:1"])
-def test_idle_captures_end(rule: str, tiny_pair: Pair) -> None:
-    """Three levels × nine sizes × eight γ are 216 cycles, and an engine keeps 192."""
-    batch = Batch(tiny_pair, rule, rows=256, length=60, gamma="auto", engine="cuda", shared=share_rules(tiny_pair))
+def test_idle_captures_end(rule: str, rows: int, tiny_pair: Pair) -> None:
+    """Three levels × nine sizes × eight γ are 216 cycles, all of which an engine keeps; the fewer of few rows as well."""
+    batch = Batch(tiny_pair, rule, rows=rows, length=60, gamma="auto", engine="cuda", shared=share_rules(tiny_pair))
     assert any(batch.capture(0.0) for _ in range(300))
 
 
@@ -312,6 +317,7 @@ def test_cycles_are_timed_before_all_are_captured(tiny_pair: Pair) -> None:
     assert costs.cycles
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("served", [False, True])
 def test_a_server_does_not_time_cycles_again_while_it_answers(served: bool, captures: list[int]) -> None:
     engines = make_engines()

@@ -207,6 +207,7 @@ def _by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     return scale, torch.tensor([[float(scale[n // 24, k // 40]) for k in range(cols)] for n in range(rows)])
 
 
+@pytest.mark.quick("config0-*-dtype0", "config1-*-dtype1", "config2-*-dtype2", "config3-*-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize(
     ("config", "name", "scales"),

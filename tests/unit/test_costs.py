@@ -145,6 +145,7 @@ def engines() -> BatchEngines:
     return BatchEngines(make_engine(target, kind="reference"), make_draft(draft, target, kind="reference"), {}, SHAPE)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_model_is_measured_once_and_not_kept_where_the_machine_is_busy(
     busy: bool, folder: Path, monkeypatch: pytest.MonkeyPatch

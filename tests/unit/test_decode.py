@@ -119,6 +119,7 @@ def test_early_ends_stay_on_when_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -
         assert max(len(e.tokens) for e in alone) == 2  # never more than one draft
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.usefixtures("unmeasured")
 def test_an_unsure_draft_ends_its_proposal_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "GammaController", _Timid)
@@ -152,6 +153,7 @@ ENGINES = [("reference", kind) for kind in sorted(CONFIGS)] + [
 RARE = ("gemma2", "gemma3", "mistral-window")  # of these the slow tests are enough
 
 
+@pytest.mark.quick("quick-reference-*", "quick-auto-llama", "quick-cuda-qwen2")
 @pytest.mark.parametrize(
     ("engine_kind", "kind"),
     [pytest.param(*e, marks=pytest.mark.slow if e[1] in RARE else ()) for e in ENGINES],
@@ -173,6 +175,7 @@ def test_exact_equals_transformers_in_a_ragged_batch(kind: str, full: bool) -> N
             assert accepted["target"] > 10  # and not always right
 
 
+@pytest.mark.quick("reference-*", "auto-llama", "cuda-llama")
 @pytest.mark.parametrize(
     ("engine_kind", "kind"),
     [
@@ -189,6 +192,7 @@ def test_exact_with_a_head_equals_transformers_in_a_ragged_batch(kind: str) -> N
     assert any(o == "draft" for s in steps for e in s.emissions for o in e.origins)
 
 
+@pytest.mark.quick("auto-llama", "cuda-qwen2", "reference-*")
 @pytest.mark.parametrize(("engine_kind", "kind"), ENGINES, indirect=["engine_kind"])
 def test_draft_equal_to_target_accepts_everything(kind: str) -> None:
     model = tiny_model(kind, seed=3)
@@ -216,6 +220,7 @@ def test_a_judge_that_always_refuses_is_exact() -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.quick("auto")
 def test_a_judge_that_always_accepts_emits_the_drafts_own_continuation() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
     always = Judged(constant_judge(1.0, 32), 0.5, special=())
@@ -241,6 +246,7 @@ def test_a_judge_beside_a_head_reads_the_same_states() -> None:
     assert not any(s.non_finite for s in steps)
 
 
+@pytest.mark.quick("auto")
 def test_judged_tokens_stay_in_the_context_of_what_follows() -> None:
     """After a judged acceptance the target continues from that token, at every later cycle."""
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
@@ -277,6 +283,7 @@ def chosen_gamma(request: pytest.FixtureRequest, engine_kind: str, monkeypatch: 
         pytest.skip("its costs are measured as those of the fastest engine are")
 
 
+@pytest.mark.quick("auto-wilful", "cuda-wilful")
 @pytest.mark.usefixtures("chosen_gamma")
 def test_a_gamma_that_changes_changes_no_token() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=1)
@@ -291,6 +298,7 @@ def test_a_gamma_that_changes_changes_no_token() -> None:
         assert any("draft" in e.origins for s in steps for e in s.emissions)
 
 
+@pytest.mark.quick("auto-auto")
 @pytest.mark.usefixtures("chosen_gamma")
 def test_rows_come_and_go_while_gamma_changes() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
@@ -328,6 +336,7 @@ def random_limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
+@pytest.mark.quick("auto-eagle3", "cuda-layers")
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
 def test_limits_change_no_token_while_rows_come_and_go(draft_kind: str, random_limits: list[int]) -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=1)
@@ -349,6 +358,7 @@ def test_limits_change_no_token_while_rows_come_and_go(draft_kind: str, random_l
     assert origins["draft"] > (5 if draft_kind == "layers" else 0)  # a random head is seldom right
 
 
+@pytest.mark.quick("auto-eagle3-600")
 @pytest.mark.parametrize("rows", [600, pytest.param(3_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head", [False, True], ids=["layers", "eagle3"])
 def test_limits_leave_the_distribution_alone(rows: int, head: bool, random_limits: list[int]) -> None:
@@ -391,6 +401,7 @@ def gammas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 RELAXED = (TopK(3), Margin(1.0), SpeculativeSampling(Sampling(1.0)), Judged(constant_judge(0.7, 32), 0.5, special=()))
 
 
+@pytest.mark.quick("auto-sampling", "auto-judged")
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("engine_kind", "rule"),
@@ -438,6 +449,7 @@ def test_judged_tokens_are_traced_whatever_gamma_is(gammas: list[int]) -> None:
     assert sum(len(e.judged) for e in emissions) == sum(e.origins.count("judge") for e in emissions) > 10
 
 
+@pytest.mark.quick("auto")
 def test_several_end_tokens_and_rows_that_finish_early() -> None:
     target, draft = tiny_model(seed=5), tiny_model(seed=6)
     prompts = prompts_of([3, 9, 6, 12])
@@ -451,6 +463,7 @@ def test_several_end_tokens_and_rows_that_finish_early() -> None:
     assert len(steps[-1].emissions) < len(prompts)
 
 
+@pytest.mark.quick("auto")
 def test_the_context_window_limits_the_answer() -> None:
     for kind in ("llama", "gpt2"):
         target, draft = tiny_model(kind, seed=1), tiny_model(kind, seed=1)
@@ -495,6 +508,7 @@ def test_cancelled_rows_leave_the_batch() -> None:
     assert len(rows) == 8  # ⌈19 / 3⌉ cycles and the prefill
 
 
+@pytest.mark.quick("auto-eagle3-*", "cuda-layers-*")
 @pytest.mark.parametrize(
     ("engine_kind", "draft_kind", "rule", "gamma"),
     [
@@ -539,6 +553,7 @@ def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gam
     assert prefills > 2
 
 
+@pytest.mark.quick("auto-3", "cuda-0")
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_a_batch_that_has_emptied_takes_in_who_waits(gamma: int) -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
@@ -577,6 +592,7 @@ def test_a_row_may_be_cancelled_before_it_enters() -> None:
     assert not cancelled
 
 
+@pytest.mark.quick("auto--5", "auto-3")
 @pytest.mark.parametrize("extra", [-5, 3])
 def test_draft_vocabulary_of_another_size(extra: int) -> None:
     """Ids beyond the shorter matrix are padding: never proposed, never needed."""
@@ -590,6 +606,7 @@ def test_draft_vocabulary_of_another_size(extra: int) -> None:
     assert exact == [greedy(target, p, 15) for p in prompts]
 
 
+@pytest.mark.quick("auto")
 def test_a_rows_random_numbers_do_not_depend_on_its_neighbours() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
     prompts, rule = prompts_of([4, 9, 7]), SpeculativeSampling(Sampling(0.9, top_p=0.95))
@@ -648,6 +665,7 @@ def _fit(
 SIZES = [600, pytest.param(3_000, marks=pytest.mark.slow)]
 
 
+@pytest.mark.quick("auto-layers-600", "cuda-eagle3-600")
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("head", [False, True], ids=["layers", "eagle3"])
 def test_sampling_has_the_targets_distribution(rows: int, head: bool) -> None:
@@ -663,6 +681,7 @@ def test_other_samplings_have_the_targets_distribution(sampling: Sampling, head:
     assert _fit(SpeculativeSampling(sampling), 3_000, head=head) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("engine_kind", ["auto"], indirect=True)
 @pytest.mark.parametrize("rows", [120, pytest.param(600, marks=pytest.mark.slow)])

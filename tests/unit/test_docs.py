@@ -101,6 +101,7 @@ def lead(row: Mapping[str, Any] | None, key: str) -> str:
     return f"{value} ({ends[0]} to {ends[1]})" if ends else f"≥ {value}"
 
 
+@pytest.mark.quick("LiveCodeBench-*")
 @pytest.mark.parametrize(
     ("title", "folder"),
     [

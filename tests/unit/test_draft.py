@@ -41,6 +41,7 @@ def test_a_draft_that_is_the_target_is_never_refused(kind: str) -> None:
         assert tokens == greedy(model, prompt, len(tokens))
 
 
+@pytest.mark.quick("auto-eagle3", "cuda-layers")
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
 def test_after_many_plain_cycles_the_oldest_tokens_are_left_out(
     kind: str, draft_kind: str, monkeypatch: pytest.MonkeyPatch
@@ -62,6 +63,7 @@ def test_a_model_proposes_what_it_would_say_after_the_text(kind: str) -> None:
 
 
 # a target of five layers, whose three states differ; one of two, where two of them are the same
+@pytest.mark.quick("auto-llama-4-True", "cuda-qwen2-2-False")
 @pytest.mark.parametrize(
     ("model", "layers", "normed"),
     [("qwen2", 2, False), ("llama", 4, True), pytest.param("llama", 5, False, marks=pytest.mark.slow)],
@@ -82,6 +84,7 @@ def check_head(kind: str, model: str, layers: int, normed: bool) -> None:
     check_proposals(made, prompts, partial(head_logits, head, target))
 
 
+@pytest.mark.quick("auto-1", "cuda-5")
 @pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.slow), 5])
 def test_a_head_reads_a_prompt_in_chunks(kind: str, chunk: int) -> None:
     target, (prompt,) = tiny_model(seed=1, num_hidden_layers=4), prompts_of([11])
@@ -90,6 +93,7 @@ def test_a_head_reads_a_prompt_in_chunks(kind: str, chunk: int) -> None:
     assert whole == pieces
 
 
+@pytest.mark.quick("cpu-*-lengths2", "cpu-0-lengths0", "cuda-2-lengths0")
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [1, 6, 1]])
 @pytest.mark.parametrize("first", [2, 0, None])
 @pytest.mark.parametrize("kind", ["cpu", "cuda", REFERENCE], indirect=True)

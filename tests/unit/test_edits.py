@@ -42,6 +42,7 @@ def answers(engines: BatchEngines, requests: list[Request], rule: AcceptanceRule
     return tokens
 
 
+@pytest.mark.quick("4-auto", "0-cuda")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_a_forbidden_token_never_comes_and_nothing_else_is_rejected(kind: str, gamma: int) -> None:
@@ -60,6 +61,7 @@ def test_a_forbidden_token_never_comes_and_nothing_else_is_rejected(kind: str, g
     assert not gamma or max(drafts) == gamma
 
 
+@pytest.mark.quick("head-auto", "small-cuda")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft", ["same", "small", "head"])
 def test_rows_with_edits_beside_rows_without(kind: str, draft: str) -> None:
@@ -87,6 +89,7 @@ class Both(NoToken2x):
         Forbid([5, 6]).edit(logits, drafts)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_with_edits_enters_a_running_batch_and_leaves_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A static engine runs one cycle ahead, but not while a live row has edits."""
@@ -129,6 +132,7 @@ class BeginWith(Forbid):
         logits[:, list(banned)] = -math.inf
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_under_an_edit_has_the_edited_distribution(kind: str) -> None:
     """The token after a given one, drafted by another model."""

@@ -42,6 +42,16 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 every_engine = pytest.mark.parametrize("kind", FAST)
 
 
+@pytest.mark.quick(
+    "cpu-*",
+    "cuda-Gemma 3 (text)",
+    "cuda-Qwen2, *",
+    "cuda-Phi-3, *",
+    "cuda-OLMo 2",
+    "cuda-SmolLM3",
+    "cuda-Granite 3",
+    "cuda-Llama with*",
+)
 @every_family
 @every_engine
 def test_every_logit_equals_a_fresh_forward(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +62,7 @@ def test_every_logit_equals_a_fresh_forward(family: str, kind: str, monkeypatch:
     follow(make_engine(model, hidden=True, kind=kind), model, 3, PLAN, seed=0)
 
 
+@pytest.mark.quick("cpu-*", "cuda-Gemma 3 (text)", "cuda-*windows in some layers")
 @every_family
 @every_engine
 def test_long_positions_equal_transformers(family: str, kind: str) -> None:
@@ -74,6 +85,7 @@ def _wider(family: str, window: int) -> dict[str, object]:
 
 
 # every step of each family has the tests above: of whole answers, those of one engine are enough
+@pytest.mark.quick("Gemma 3 (text)-cpu", "Phi-3, sliding window-cpu", "Qwen3-cpu")
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
@@ -102,6 +114,7 @@ def test_a_prompt_in_pieces_has_the_bits_of_one_at_once_beyond_a_window() -> Non
     assert torch.equal(torch.cat(pieces, 1), whole)
 
 
+@pytest.mark.quick("Phi-3 and 4", "Gemma 2")
 @pytest.mark.parametrize("family", ["Phi-3 and 4", "Qwen3", "OLMo 2", "Llama with biases, `linear` rope", "Gemma 2"])
 def test_heads_padded_to_the_width_of_a_kernel_change_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_weights, "kernel_width", lambda dim, device: 2 * dim)
@@ -111,6 +124,7 @@ def test_heads_padded_to_the_width_of_a_kernel_change_nothing(family: str, monke
     follow(engine, model, 2, PLAN, seed=3)
 
 
+@pytest.mark.quick("cpu-Gemma 3 (text)", "cuda-OLMo 2")
 @pytest.mark.parametrize("family", ["Gemma 3 (text)", "Granite 3", "OLMo 2"])
 @every_engine
 def test_a_head_reads_the_states_of_any_family(family: str, kind: str) -> None:

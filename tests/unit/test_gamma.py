@@ -103,6 +103,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.quick("False-1-drafts become*", "True-64-drafting*", "False-1-drafting*", "True-64-drafts are cheap")
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize(
     ("static", "rows"),
@@ -211,7 +212,7 @@ def test_a_rule_that_needs_long_blocks_gets_them() -> None:
         pytest.param("h200-qwen", "qwen", 8, True, marks=pytest.mark.slow),
         pytest.param("h200-qwen", "qwen", 512, True, marks=pytest.mark.slow),
         pytest.param("x86-qwen", "qwen", 1, False, marks=pytest.mark.slow),
-        ("x86-smollm2", "smollm2", 1, False),
+        pytest.param("x86-smollm2", "smollm2", 1, False, marks=pytest.mark.slow),
         pytest.param("arm-qwen", "qwen", 1, False, marks=pytest.mark.slow),
         pytest.param("arm-smollm2", "smollm2", 1, False, marks=pytest.mark.slow),
     ],
@@ -258,7 +259,7 @@ def test_first_answers_lose_little_where_drafts_do_not_pay() -> None:
 @pytest.mark.parametrize(
     ("machine", "rows"),
     [
-        ("h200-qwen", 8),
+        pytest.param("h200-qwen", 8, marks=pytest.mark.slow),
         pytest.param("h200-8b", 64, marks=pytest.mark.slow),
         *(pytest.param("h200-qwen", rows, marks=pytest.mark.slow) for rows in (1, 16, 64)),
         *(pytest.param("h200-8b", rows, marks=pytest.mark.slow) for rows in (1, 8, 16)),

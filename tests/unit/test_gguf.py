@@ -54,6 +54,7 @@ def test_blocks_multiply_exactly_and_alike_in_every_pass(kind: int) -> None:
     check_kind(kind)
 
 
+@pytest.mark.quick("llama-False", "qwen2-True")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_file_gives_the_logits_of_its_model(kind: str, tied: bool, tmp_path: Path) -> None:
@@ -66,6 +67,7 @@ def test_a_file_gives_the_logits_of_its_model(kind: str, tied: bool, tmp_path: P
         assert least <= (logits - exact).norm() / exact.norm() < most
 
 
+@pytest.mark.quick("Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_NL", "Q3_K")
 @pytest.mark.parametrize("kind", [*KINDS, *sorted(RECODED)], ids=lambda kind: BLOCKS[kind][0])
 def test_the_embedding_is_the_same_out_of_packed_rows(kind: int, tmp_path: Path) -> None:
     """A tied file reads it from the packed output matrix, one with two equal matrices from a copy."""
@@ -84,6 +86,7 @@ def test_the_embedding_is_the_same_out_of_packed_rows(kind: int, tmp_path: Path)
     assert torch.equal(*logits)
 
 
+@pytest.mark.quick("True-False", "False-True")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("int8", [True, False])
 def test_a_head_takes_its_vocabulary_from_the_file(tied: bool, int8: bool, tmp_path: Path) -> None:
@@ -356,6 +359,7 @@ def test_q4_needs_a_file_and_a_cpu(checkpoints: dict[str, str]) -> None:
         Pair.load(checkpoints["target"], checkpoints["draft"], device="meta", dtype="q4")
 
 
+@pytest.mark.quick("llama-True", "qwen2-False")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_file_becomes_a_checkpoint(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +378,7 @@ def test_a_file_becomes_a_checkpoint(kind: str, tied: bool, tmp_path: Path, monk
         assert torch.equal(made.state_dict()[name], weight.half().float()), name
 
 
+@pytest.mark.quick("IQ4_NL", "Q3_K")
 @pytest.mark.parametrize("kind", sorted(RECODED), ids=lambda kind: BLOCKS[kind][0])
 def test_blocks_without_a_kernel_are_read_as_int8(kind: int, tmp_path: Path) -> None:
     """Every weight lies within half a step of its group, and the file has the logits of its floats in int8."""

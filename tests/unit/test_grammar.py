@@ -62,6 +62,7 @@ def cut(tokens: list[int], end: int = END) -> list[int]:
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
+@pytest.mark.quick("auto-small", "auto-head")
 @pytest.mark.parametrize(
     ("kind", "draft"),
     [
@@ -89,6 +90,7 @@ def test_exact_under_a_grammar_is_plain_decoding_under_it(
         jsonschema_rs.validate(SCHEMA, json.loads(speller.tokenizer.decode(answer[:-1])))
 
 
+@pytest.mark.quick("auto-*")
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("kind", ["auto", "reference"])
 def test_drafts_follow_the_grammar(speller: Pair, grammar: Grammar, kind: str, sampled: bool) -> None:
@@ -103,6 +105,7 @@ def test_drafts_follow_the_grammar(speller: Pair, grammar: Grammar, kind: str, s
         assert steps[-1].cycle == math.ceil((length - 1) / (gamma + 1))
 
 
+@pytest.mark.quick("40-True", "-2-False")
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("extra", [40, -2])
 def test_a_draft_may_have_another_vocabulary(
@@ -160,6 +163,7 @@ def test_rows_after_a_refused_draft_or_the_end_are_left_alone(speller: Pair, gra
     assert not edit.matcher.is_error()
 
 
+@pytest.mark.quick("rule2")
 @pytest.mark.parametrize("rule", ["margin:50", "topk:9", Margin(50.0)])
 def test_relaxed_rules_verify_constrained_answers_exactly(speller: Pair, rule: str) -> None:
     for prompt in PROMPTS:
@@ -208,6 +212,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.quick("contradiction", "elsewhere", "loop", "un*")
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_schemas_that_cannot_be_used_are_refused(speller: Pair, name: str) -> None:
     schema, said = IMPOSSIBLE[name]

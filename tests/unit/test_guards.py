@@ -173,6 +173,7 @@ def answers(rule: AcceptanceRule, kind: str, requests: list[Request], *, gamma: 
     return [(tokens, origins, sum(guarded)) for tokens, origins, guarded in found]
 
 
+@pytest.mark.quick("cpu")
 @pytest.mark.parametrize("kind", ["cpu", "cuda", REFERENCE])
 def test_no_token_is_substituted_where_the_text_so_far_is_structured(kind: str) -> None:
     rule = Margin(1e6, strict_start=6, strict_code=True, structure=TABLE)

@@ -86,6 +86,13 @@ def check_groups(case: str, runs: int, n: int) -> None:
     assert np.mean(np.concatenate([certifies(rng.permuted(part, axis=1)) for part in parts])) >= without
 
 
+@pytest.mark.quick(
+    "10 paraphrases",
+    "independent losses",
+    "independent, graded",
+    "independent, both ways",
+    "topics of 10, correlation 0.9",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_rule_at_the_limit_is_certified_with_probability_delta_at_most(case: str) -> None:
     check_groups(case, runs=4000, n=400)
@@ -115,6 +122,7 @@ def check_shopping(kind: str, runs: int, n: int, attempts: int = 10) -> None:
     assert lucky.mean() > 0.15
 
 
+@pytest.mark.quick("overlapping prompts", "settings")
 @pytest.mark.parametrize("kind", ["orders", "settings", "overlapping prompts"])
 def test_ten_attempts_together_are_wrong_with_probability_delta_at_most(kind: str) -> None:
     check_shopping(kind, runs=2000, n=200)

@@ -116,6 +116,7 @@ def test_every_rule_is_here() -> None:
     assert {rule.name for rule in EVERY_RULE} == set(RULES)
 
 
+@pytest.mark.quick("non-finite-*")
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("finite", [True, False], ids=["finite", "non-finite"])
 def test_a_limited_row_gets_the_verdict_of_a_shorter_block(rule: AcceptanceRule, finite: bool) -> None:
@@ -184,6 +185,7 @@ def test_a_judge_is_not_asked_about_drafts_beyond_the_limits() -> None:
     assert judge.asked == 1
 
 
+@pytest.mark.quick("4-*")
 @torch.inference_mode()
 @pytest.mark.parametrize(("kind", "model_kind"), [*((kind, "llama") for kind in ("reference", "cpu", "cuda")), ("reference", "mistral-window"), ("cuda", "qwen2")])  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 4])
@@ -260,6 +262,7 @@ ROW_RULES = [
 
 # every rule on the quickest engine; on the others those that read the most, and the one that draws; of two rules that
 # differ in their verdicts alone, one has the head
+@pytest.mark.quick("cpu-*-layers*", "cpu-judged-eagle3", "cuda-sampling-eagle3", "cuda-exact-layers")
 @pytest.mark.parametrize(
     ("kind", "rule", "draft_kind"),
     [
@@ -295,6 +298,7 @@ def _similar(model: Any) -> Any:
     return draft
 
 
+@pytest.mark.quick("cpu-eagle3", "cuda-layers")
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_keep_up_with_limited_rows(kind: str, draft_kind: str) -> None:

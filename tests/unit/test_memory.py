@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue as queues
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +208,19 @@ def run(requests: list[Request], rows: int = 4, length: int = 200) -> tuple[list
     return list(decode(used, requests[:1], Exact(), gamma=2, queue=waiting)), used
 
 
+@cache
+def answer_alone(prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
+    """By the reference engine, which no test here leaves without memory."""
+    return tokens_of(list(decode(engines("reference"), [Request([*prompt], max_new_tokens)], Exact(), gamma=2)), 0)
+
+
 def assert_answered(steps: list[Step], requests: list[Request], without: tuple[int, ...] = ()) -> None:
     for row, request in enumerate(requests):
-        alone = list(decode(engines("reference"), [request], Exact(), gamma=2))
-        assert tokens_of(steps, row) == ([] if row in without else tokens_of(alone, 0)), row
+        wanted = [] if row in without else answer_alone(tuple(request.prompt), request.max_new_tokens)
+        assert tokens_of(steps, row) == wanted, row
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("fitting", [1, 2])
 def test_rows_wait_until_there_is_memory_for_them(limited: Callable[[float], None], fitting: int) -> None:
     limited((fitting + 1.5) * (ROW + LOGITS) / draft_module.CACHE_SHARE)  # one more is read aside
@@ -223,6 +231,7 @@ def test_rows_wait_until_there_is_memory_for_them(limited: Callable[[float], Non
     assert used.target.cache_bytes == fitting * ROW // 2
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("fitting", [1, 2])
 def test_a_batch_that_does_not_fit_has_fewer_rows(limited: Callable[[float], None], fitting: int) -> None:
     """Nobody has asked for a queue: all requests are there from the start."""
@@ -271,6 +280,7 @@ def test_prompts_that_find_no_memory_at_a_time_are_read_apart(full: Callable[...
     assert tried == [80, 80, 40, 40, 40, 40]  # all at once, then by halves, by target and draft
 
 
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("batch", [4, 8])
 def test_answers_that_were_given_up_are_made_once_more(
     tiny_pair: Pair, no_graphs: Callable[..., None], batch: int
@@ -464,6 +474,7 @@ def no_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool
     return limit
 
 
+@pytest.mark.quick("sampling")
 @pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=["exact", "sampling"])
 def test_a_cycle_without_memory_runs_once_some_was_freed(no_graphs: Callable[..., None], rule: AcceptanceRule) -> None:
     requests = [Request(prompt_of(7, seed), 12, seed) for seed in range(3)]
@@ -604,13 +615,19 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[int], b
     return limit
 
 
+@cache
+def answer_by(rule: AcceptanceRule, prompt: tuple[int, ...], max_new_tokens: int, seed: int) -> list[int]:
+    return tokens_of(list(decode(engines(), [Request([*prompt], max_new_tokens, seed)], rule, gamma=2)), 0)
+
+
+@pytest.mark.quick("exact-cycle", "sampling-rule", "exact-join")
 @pytest.mark.parametrize("where", ["join", "rule", "cycle"])
 @pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=["exact", "sampling"])
 def test_a_row_that_finds_no_memory_to_enter_waits_and_others_go_on(
     no_room: Callable[..., None], where: str, rule: AcceptanceRule
 ) -> None:
     requests = [Request(prompt_of(3 + 2 * seed, seed), 8 + 4 * seed, seed) for seed in range(4)]
-    expected = [list(decode(engines(), [request], rule, gamma=2)) for request in requests]
+    expected = [answer_by(rule, tuple(request.prompt), request.max_new_tokens, request.seed) for request in requests]
     for queued in (True, False) if where != "join" else (True,):
         failures = iter([True, True])
         no_room(where, lambda rows: rows > 1 and next(failures, False))  # noqa: B023
@@ -619,7 +636,7 @@ def test_a_row_that_finds_no_memory_to_enter_waits_and_others_go_on(
         started = requests[:1] if queued else requests
         steps = list(decode(engines(), started, rule, gamma=2, queue=waiting if queued else None))
         assert next(failures, None) is None
-        assert [tokens_of(steps, row) for row in range(4)] == [tokens_of(alone, 0) for alone in expected]
+        assert [tokens_of(steps, row) for row in range(4)] == expected
         assert not any(step.out_of_memory for step in steps)
 
 

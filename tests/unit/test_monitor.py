@@ -169,6 +169,7 @@ SHIFTS = {
 }
 
 
+@pytest.mark.quick("code that no*", "more sub*")
 @pytest.mark.parametrize("runs", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_other_requests_are_noticed_within_500(shift: str, runs: int) -> None:

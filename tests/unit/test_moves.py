@@ -105,6 +105,7 @@ def test_a_backlog_moves_rows_as_its_engine_does() -> None:
         assert written.bytes == moved * sum(tensor[0].nbytes for tensor in backlog.tensors())
 
 
+@pytest.mark.quick("exact-head")
 @pytest.mark.parametrize("draft", ["model", "head"])
 @pytest.mark.parametrize("rule", [EXACT, SpeculativeSampling(Sampling(0.9))], ids=lambda rule: rule.name)
 def test_of_a_live_batch_as_many_rows_move_as_have_left(draft: str, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from grown_target import grow_target
 SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "paper_regime.py")
 
 
+@pytest.mark.slow
 def test_cells_are_measured_once(
     checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def last_step(steps: Sequence[Step], row: int) -> int:
     return max(i for i, step in enumerate(steps) if any(e.row == row for e in step.emissions))
 
 
+@pytest.mark.quick("auto-sampled", "cuda-exact")
 @pytest.mark.parametrize(
     ("rule", "gamma"), [(Exact(), 0), (Exact(), 3), (SAMPLED, 2)], ids=["plain", "exact", "sampled"]
 )
@@ -248,6 +249,7 @@ request_plan = st.tuples(
 )
 
 
+@pytest.mark.quick("auto-2", "cuda-0")
 @pytest.mark.parametrize("gamma", [0, 2])
 @settings(max_examples=4)
 @given(plan=st.lists(request_plan, min_size=1, max_size=6), chunk=st.integers(1, 9), rows=st.integers(1, 4))
@@ -384,6 +386,7 @@ def test_a_draft_reads_prompts_when_it_drafts(
     assert [tokens_of(plain, row) for row in range(3)] == [tokens_of(early, row) for row in range(3)]
 
 
+@pytest.mark.quick("0-auto-model", "12-auto-head", "3-auto-model", "1000-auto-head")
 @pytest.mark.parametrize("draft", ["model", "head"])
 @pytest.mark.parametrize("kind", ["auto", REFERENCE])
 @pytest.mark.parametrize("plain", [0, 3, 12, 1000])

@@ -241,6 +241,7 @@ def in_blocks(tokens: int) -> int:
     return max(0, tokens // SIZE * SIZE - 1)
 
 
+@pytest.mark.quick("tiny_pair-auto-auto", "head_pair-auto-2", "tiny_pair-cuda-2")
 @pytest.mark.parametrize("gamma", [0, 2, "auto"])
 @pytest.mark.parametrize("engine", ["auto", "cuda"])
 def test_a_chat_of_ten_turns_reads_only_what_is_new(
@@ -269,6 +270,7 @@ def test_a_chat_of_ten_turns_reads_only_what_is_new(
         assert tokens == cold(pair, prompt, engine=engine, gamma=0)
 
 
+@pytest.mark.quick("head_pair-auto", "tiny_pair-cuda")
 @pytest.mark.parametrize("engine", ["auto", "cuda"])
 def test_neighbours_with_and_without_a_prefix_get_the_answers_of_a_cold_read(pair: Pair, engine: str) -> None:
     """Prompts that begin like each other, also where a block ends; long answers in one batch, some cut by a limit."""
@@ -328,6 +330,7 @@ def test_another_salt_finds_nothing(pair: Pair) -> None:
     assert other.tokens == own.tokens
 
 
+@pytest.mark.quick("tiny_pair-auto", "head_pair-cuda")
 @pytest.mark.parametrize("engine", ["auto", "cuda"])
 def test_who_leaves_in_the_middle_stores_what_is_right(pair: Pair, engine: str) -> None:
     batch, prompt = batch_of(pair, gamma=3, engine=engine), tokens_of(18, 3)

@@ -115,6 +115,7 @@ def _alone(engines: BatchEngines, request: Request, gamma: int) -> tuple[list[in
     return _tokens(_decode(engines, {-1: [bare]}, rule, gamma=gamma)[0])
 
 
+@pytest.mark.quick("layers-cpu", "eagle3-cpu")
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("kind", ["cpu", "cuda", REFERENCE])
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
@@ -137,6 +138,7 @@ def test_every_answer_is_that_of_its_rule_alone(kind: str, draft_kind: str) -> N
     assert judged > (10 if draft_kind == "layers" else 0)
 
 
+@pytest.mark.quick("cpu")
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_leave_gamma_open_get_one_of_their_own_beside_others(kind: str) -> None:
@@ -155,6 +157,7 @@ def test_rows_that_leave_gamma_open_get_one_of_their_own_beside_others(kind: str
             assert _tokens(together[i]) == _alone(fresh, request, gamma)
 
 
+@pytest.mark.quick("cuda")
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cycle_is_that_of_what_its_rows_need(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +201,7 @@ def _count_operations(run: Callable[[], object]) -> int:
     return watch.count
 
 
+@pytest.mark.quick("cuda")
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("kind", ["reference", "cuda"])
 def test_exact_rows_alone_cost_no_operation_more(kind: str) -> None:
@@ -366,6 +370,7 @@ def _chain(
     return sequences, p.double()
 
 
+@pytest.mark.quick("cpu")
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_rows_of_a_mixed_batch_have_the_targets_distribution(

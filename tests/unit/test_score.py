@@ -76,6 +76,9 @@ def compare(model, cases, suffix_length: int, found) -> None:
                 assert (one - other).norm() <= 1e-4 * other.norm()
 
 
+QUICK = [("llama", 0), ("llama", 20), *((kind, 5) for kind in ("llama", "gpt2", "gemma2", "qwen2-mixed-window"))]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kind", "suffix_length"),
@@ -83,7 +86,7 @@ def compare(model, cases, suffix_length: int, found) -> None:
         pytest.param(
             kind,
             length,
-            marks=() if (kind, length) in (("llama", 0), ("llama", 20)) or length == 5 else pytest.mark.slow,
+            marks=() if (kind, length) in QUICK else [pytest.mark.slow, *[pytest.mark.versions] * (length == 5)],
         )
         for kind in sorted(CONFIGS)
         for length in (0, 1, 5, 20)

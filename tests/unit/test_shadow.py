@@ -102,6 +102,7 @@ def test_a_bad_rule_is_switched_off_and_says_so_once(begin: Begin, caplog: pytes
     assert total(scheduler.metrics, "shadow_requests_total") == counted  # nothing is decoded twice any more
 
 
+@pytest.mark.slow
 def test_requests_unlike_the_calibration_switch_a_rule_off(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     """No answer is decoded twice: what all of them show is enough. Requests with a rule of their own do not count."""
     scheduler = begin(0.99, share=0.0, drift=DriftMonitor({"passes_per_token": (0.0, 0.02)}, 0.05))

@@ -47,6 +47,7 @@ def byte_pair(byte_tokenizer: PreTrainedTokenizerFast) -> Pair:
     return Pair("bytes", Target(target, "t"), Draft(draft, "d"), byte_tokenizer)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_answers_of_a_batch_end_at_token_ids_of_their_own_or_ignore_the_end_token(
     byte_pair: Pair, gamma: int, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +73,7 @@ def test_answers_of_a_batch_end_at_token_ids_of_their_own_or_ignore_the_end_toke
     assert answer([5, 6], ignore_eos=True, stop_ids=[whole.tokens[last]]).tokens == stopped.tokens
 
 
+@pytest.mark.quick("prompt-*")
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -237,6 +239,7 @@ def test_a_stream_has_no_result_before_its_end(byte_pair: Pair) -> None:
         _ = answer.generation
 
 
+@pytest.mark.quick("cpu")
 @pytest.mark.parametrize("engine", ["cpu", "cuda"])
 def test_rows_are_refilled_while_prompts_wait(tiny_pair: Pair, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of many lengths, four at a time: what each says is as before, and cycles have more rows."""
@@ -307,6 +310,7 @@ def test_figures_of_an_answer(tiny_pair: Pair) -> None:
     assert sum(g.seconds[p] for p in ("draft", "target", "rule", "judge")) <= g.seconds["total"] * 1.01
 
 
+@pytest.mark.quick("topk")
 @pytest.mark.parametrize("rule", [TopK(3), SpeculativeSampling(Sampling(1.0))], ids=lambda rule: rule.name)
 def test_an_answer_names_its_gamma_and_can_be_had_again_with_it(tiny_pair: Pair, rule: AcceptanceRule) -> None:
     options = {"max_new_tokens": 20, "raw": True}
@@ -392,6 +396,7 @@ def test_all_rules_draft_with_the_same_weights(tiny_pair: Pair, monkeypatch: pyt
     assert not PairEngines(itself).draft_int8
 
 
+@pytest.mark.quick("float16-*")
 @pytest.mark.parametrize(
     ("dtype", "message"), [("float16", "can only be int8, on a cpu, not 'float16'"), ("", "not ''")]
 )

@@ -235,6 +235,7 @@ def test_certificates_in_this_order_are_false_with_probability_delta_at_most(los
     assert wrong <= delta * runs + 3 * (delta * (1 - delta) * runs) ** 0.5
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("power", [False, True])
 def test_certificates_of_chosen_pairs_are_false_with_probability_delta_at_most(power: bool) -> None:
     """γ of every rule is chosen on other prompts, pairs are dropped by them, and rules that lose ε are tested in order.

@@ -568,6 +568,7 @@ def test_a_head_is_exported_once_and_named_as_one(
     assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(folder), "a public head as it is"
 
 
+@pytest.mark.slow
 def test_an_exported_head_drafts_as_before(deep: tuple[str, str], tmp_path: Path) -> None:
     export_head(*deep, tmp_path / "out")
     export_head(*deep, tmp_path / "out", steps=3)  # replaces the one before
