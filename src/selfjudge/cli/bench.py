@@ -43,8 +43,7 @@ def bench(
 ) -> Result:
     """Time transformers (plain, assisted) and our loop (γ = 0, exact, judged) on the same prompts, in one run.
 
-    Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
-    """
+    Example: selfjudge bench decode --gammas 2,4 --limit 4 --json"""
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
     if recipe is not None and config.gammas != DecodeBenchConfig.gammas:
         raise SelfJudgeError(options.RECIPE_IS_COMPLETE)
@@ -82,8 +81,7 @@ def demo(
 
     Example: selfjudge demo
 
-    Example: selfjudge demo --small --quick
-    """
+    Example: selfjudge demo --small --quick"""
     check_page(out)
     config = config.as_asked
     large = AnsweringPair()

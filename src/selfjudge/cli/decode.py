@@ -76,8 +76,7 @@ def generate(
 
     Example: selfjudge generate "Why is the sky blue?" --rule judged --quality 0.9 --color
 
-    Example: selfjudge generate "Who wrote Hamlet, and when?" --schema author.json
-    """
+    Example: selfjudge generate "Who wrote Hamlet, and when?" --schema author.json"""
     if prompt == "-":
         try:
             prompt = sys.stdin.read()
@@ -185,8 +184,7 @@ def serve(
 
     Example: selfjudge serve --recipe tuned --load 8 --shadow 0.02
 
-    Example: selfjudge serve --backend vllm --gamma 3
-    """
+    Example: selfjudge serve --backend vllm --gamma 3"""
     key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
     setup = Setup.of(recipe, models, request, load)
     if setup.request.judge is not None:

@@ -47,8 +47,7 @@ def doctor(
 
     Example: selfjudge doctor
 
-    Example: selfjudge doctor --model qwen2.5-coder-1.5b --dtype q4
-    """
+    Example: selfjudge doctor --model qwen2.5-coder-1.5b --dtype q4"""
     if model is not None:
         with Progress() as progress:
             progress("reading the config …")

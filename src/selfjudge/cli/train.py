@@ -34,8 +34,7 @@ def label(
 ) -> Result:
     """Label draft tokens as acceptable or not by the target's own likelihoods; no annotation.
 
-    Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels
-    """
+    Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels"""
     config = replace(config, backend=where.backend)
     refuse_quantised(models.dtype)
     if where.backend == "vllm" and models.draft is None and models.name in EMBEDDED:  # a head would be in vLLM alone
@@ -68,8 +67,7 @@ def _load_pair(where: BackendOptions, models: PairOptions) -> selfjudge.Pair:
 def info(folders: Annotated[list[Path], typer.Argument(help="Finished label folders.")]) -> Result:
     """What label folders hold: rows and acceptable share by source, the spread of scores, τ.
 
-    Example: selfjudge labels info labels
-    """
+    Example: selfjudge labels info labels"""
     with waiting("reading labels …"):
         about = {str(folder): summarise_labels(folder) for folder in folders}
     yield about
@@ -86,8 +84,7 @@ def train(
 ) -> Result:
     """Train a judge on labels.
 
-    Example: selfjudge train labels --out judge --features hidden+margin
-    """
+    Example: selfjudge train labels --out judge --features hidden+margin"""
     refuse_foreign(out, LEFT_BY_A_KILL)
     for folder in labels:
         if not folder.is_dir():
@@ -116,8 +113,7 @@ def distill(
 
     Example: selfjudge distill --target smollm2-135m --out my-draft --prompts self:20000x3 --minutes 8
 
-    Example: selfjudge distill --target smollm2-135m --out my-head --kind eagle3 --data-minutes 8 --minutes 9
-    """
+    Example: selfjudge distill --target smollm2-135m --out my-head --kind eagle3 --data-minutes 8 --minutes 9"""
     if hardware.dtype == "q4":
         raise SelfJudgeError("this needs full precision: `dtype` q4 cannot be used")
     models = PairOptions(**vars(hardware), pair=target)

@@ -290,9 +290,7 @@ class Cycle:
         if not self.limited:
             return None
         limits = self.limits.clamp(0, self.drafts.shape[1])  # drafting may have ended early
-        if not self.target.static and bool((limits == self.drafts.shape[1]).all()):
-            return None
-        return limits
+        return limits if self.target.static or bool((limits < self.drafts.shape[1]).any()) else None
 
     def judge(self) -> None:
         """Add the judge's scores to the block, where the rule has a judge and needs it."""

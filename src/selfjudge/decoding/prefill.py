@@ -55,8 +55,7 @@ class PrefillGroup:
         return send([[0] * (self.width - len(tokens)) + list(tokens) for tokens in last], self.device)
 
     def begin(self, engines: BatchEngines, step_tokens: int, *, aside: bool = False) -> None:
-        """Take engines, or others `aside`; a row may have `step_tokens` beyond its own. Static ones `aside` hold the
-        prompts alone."""
+        """Take engines, or others `aside`; a row may have `step_tokens` more. Static ones aside hold prompts."""
         room = self.longest + step_tokens
         if aside and engines.target.static:
             room = min(room, 1 << (self.width - 1).bit_length())  # what `CudaEngine.prefill` pads it to

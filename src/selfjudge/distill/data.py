@@ -177,8 +177,7 @@ def list_jobs(rows: Sequence[Row], seed: int) -> list[list[Job]]:
 
 @torch.no_grad()
 def read_top_k(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
-    """The target's k most likely tokens at every token of every answer, in order: [R, k] log-probabilities (float16)
-    and ids (int32)."""
+    """The target's k most likely tokens at every token of all answers: [R, k] float16 log-probabilities, int32 ids."""
     k = min(k, pair.target.get_output_embeddings().weight.shape[0])
     starts = np.cumsum([0, *(len(answer) for _, answer in sequences)])
     log_p = torch.empty((starts[-1], k), dtype=torch.float16)

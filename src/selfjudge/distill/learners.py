@@ -337,8 +337,7 @@ def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tup
 
 
 def count_cycles(accepted: Sequence[int]) -> tuple[int, int]:
-    """Tokens and cycles of an answer, given how many drafts would be accepted at each index; the last cycle may be cut
-    short."""
+    """Tokens and cycles of an answer, given how many drafts each index would accept; the last cycle may be short."""
     index = cycles = 0
     while index < len(accepted):
         index += accepted[index] + 1

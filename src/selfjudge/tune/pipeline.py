@@ -5,8 +5,7 @@
     judge/                    the judge, if the chosen rule has one
     certificate.json .html
     recipe.json               written last: its existence means done
-    signature.json            with `sign`
-"""
+    signature.json            with `sign`"""
 
 import math
 import secrets

@@ -145,9 +145,8 @@ class CpuEngine(Engine):
         return replace(output, features=features.view(batch, width, -1))
 
     def _run_flat(self, tokens: Tensor, used: list[int], keep: int, states_in: Tensor | None = None) -> Output:
-        """Append the last used[b] tokens of each row, in passes of at most CHUNK. Outputs follow one another, not yet
-        by row: those of the last `keep` columns have room for B · `keep`, which they may not fill. Inputs of layers are
-        [Σ used, F]."""
+        """Append the last used[b] tokens of each row, in passes of at most CHUNK. Outputs follow one another, not by
+        row: those of the last `keep` columns may not fill their room for B · `keep`. Inputs of layers: [Σ used, F]."""
         batch, width = tokens.shape
         self.lengths = self.lengths or [0] * batch
         lengths = [n + c for n, c in zip(self.lengths, used, strict=True)]

@@ -126,8 +126,7 @@ class Encoder:
 
 
 class EventStream(StreamingResponse):
-    """Events of an answer: they pass by the layers of the application, to which only the head matters. Texts that come
-    while their reader waits pass by it and by h11, too."""
+    """Events pass by the layers of the application, which need the head alone; texts whose reader waits by h11, too."""
 
     def __init__(self, completion: "Completion") -> None:
         super().__init__(completion.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -130,9 +130,8 @@ class Server(uvicorn.Server):
 
 
 def serve(scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, notify: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return. `notify` is called
-    with four lines once requests are welcome: where the API is, where the playground, what rule decides, and that the
-    server is ready."""
+    """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return. `notify` gets
+    four lines once requests are welcome: where the API is, where the playground, what rule decides, and `ready`."""
     try:
         asyncio.run(run(scheduler, recipe, listener, notify))
     finally:
