@@ -98,7 +98,7 @@ class Task:
         return a is not None and a == b
 
     def is_scorable(self, row: Row, answer: str | None) -> bool:
-        """Whether there is an answer to preserve. An empty one, of programs that pass no test, is none: all are equal."""
+        """Whether there is an answer to preserve. An empty one, of programs that pass no test, is none: all agree."""
         return bool(answer)
 
     def score(self, row: Row, text: str) -> dict[str, float]:
