@@ -231,6 +231,33 @@ def test_a_captured_pass_over_four_prompts_reads_three(monkeypatch: pytest.Monke
     assert [key for key, captured in engine._prefills.items() if captured] == [(4, 64)]
 
 
+def test_a_capture_without_memory_leaves_the_rows_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda.CudaEngine, "captures", True)
+    monkeypatch.setattr(cuda.CudaEngine, "capture", capture)
+    engine, tokens, counts = cuda.CudaEngine(MODELS[0]), torch.tensor([[5, 6, 7]] * 3), torch.tensor([3, 2, 1])
+    engine.reserve(4, 100)
+    engine.use_rows(3)
+    engine.prefill(tokens, counts)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.prefill(tokens, counts)
+    assert len(engine.lengths) == 3
+
+
+def test_a_large_group_leaves_the_engine_with_the_usual_graphs_to_others() -> None:
+    engine = cuda.CudaEngine(MODELS[0])
+    engine.reserve(64, 200)
+    for rows, usual in ((16, True), (17, False)):
+        other = engine.aside(rows, 1022 if usual else 100)
+        other.reserve(rows, 1022 if usual else 100)
+        other.usual = usual
+        engine.keep_aside(other)
+    assert len(engine.asides) == 2
+    assert engine.aside(3, 100).usual
+
+
 def test_chunks_are_longer_while_nobody_else_is_there(kind: str) -> None:
     long, later = Request(prompt_of(80), 1), Request(prompt_of(40, seed=1), 1)
     by_itself = first_step(Trial(kind, long).run(), 0)

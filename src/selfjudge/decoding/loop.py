@@ -317,7 +317,7 @@ class _LiveBatch:
     def _filled(self, alive: list[int]) -> list[int]:
         """The live rows, and as many ended ones as fill a size that is captured."""
         ended = np.flatnonzero(self.rows.finished).tolist()
-        return alive + ended[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)]
+        return alive + ended[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)] if alive else []
 
     def free_memory(self, alive: list[int]) -> None:
         """Free memory for the next cycle: first what torch keeps, which no capture can take, then all that is spare.
@@ -340,16 +340,14 @@ class _LiveBatch:
         self._go_on_with(kept)
 
     def _select(self, kept: list[int]) -> None:
-        """Keep rows that were settled: those that move take places of ended ones. So a static engine without memory
-        for the copies moves them again, one by one."""
+        """Keep settled rows: those that move take places of ended ones, so a static engine may move them twice."""
         try:
             self.engines.select(kept)
         except torch.OutOfMemoryError:
             if not self.engines.target.static:
                 raise
             self.engines.release_spare(cycles=True)
-            for place, row in enumerate(kept):
-                self.engines.select([*range(place), row, *range(place + 1, len(kept))])
+            self.engines.select(kept)
         self.random.select(kept)
 
     def _go_on_with(self, kept: list[int]) -> None:

@@ -217,8 +217,7 @@ class Prefill:
             else:
                 self.given_up.append(number)
         self.cycles = 0 if admitted else self.cycles
-        # as in `read`
-        chunk = max(self.engines.target.chunk, 2 * alive * self.step_tokens, PASS_TOKENS * queue.patient)
+        chunk = max(self.engines.target.chunk, 2 * alive * self.step_tokens, PASS_TOKENS * queue.patient)  # see `read`
         self._form_groups(admitted, chunk)
 
     def _form_groups(self, admitted: Sequence[tuple[int, Request]], chunk: int) -> None:

@@ -121,7 +121,7 @@ class CudaEngine(Engine):
         """Prompts are padded to 64, 128, 256 … tokens and 1, 2, 4 … rows, so that few graphs serve all of them."""
         batch, width = tokens.shape
         rows, padded = 1 << (batch - 1).bit_length(), max(64, 1 << (width - 1).bit_length())
-        rows = rows if rows <= len(self._lengths) else batch
+        rows = rows if rows <= len(self._lengths) and rows * padded <= max(2048, 2 * tokens.numel()) else batch
         if not self.captures or rows * padded > CAPTURED_TOKENS or padded > self.slots:
             return self.extend(tokens, counts, keep=1)
         key = (rows, padded)
@@ -144,8 +144,10 @@ class CudaEngine(Engine):
         counts = torch.ones(rows, dtype=torch.long, device=self.device)
         outputs: list[Output] = []
         batch = self.use_rows(rows)
-        (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
-        self.use_rows(batch)
+        try:
+            (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
+        finally:
+            self.use_rows(batch)
         return replay, tokens, counts, outputs[-1]
 
     def trim(self, *, cycles: bool = False) -> None:
@@ -225,7 +227,7 @@ class CudaEngine(Engine):
         fitting = [other for other in self.asides if other.rows_held(length) >= rows]
         growing = [other for other in self.asides if other._grow(rows, length)]
         if kept := fitting or growing or oldest:
-            other = min(kept, key=lambda one: one.cache_bytes)  # the same for the same prompts: it has their graph
+            other = min(kept, key=lambda one: (not one.usual, one.cache_bytes))  # for the same prompts the same
             self.asides.remove(other)
             return other
         other = copy.copy(self)

@@ -304,6 +304,7 @@ class Completion:
     def _end(self) -> None:
         """Stop watching the client; jobs that are not over are given up."""
         self.watch.cancel()
+        self.updates.tell = None
         self._cancel("cancelled")
 
     async def _next(self) -> tuple[int, Update]:
