@@ -59,7 +59,7 @@ class CudaEngine(Engine):
 
     static = copies_blocks = True
     version = 0
-    captures = property(lambda self: self.device.type == "cuda")
+    captures = property(lambda self: self.device.type == "cuda")  # graphs; elsewhere passes run as they are
     _is_aside = False
 
     def __init__(
@@ -118,14 +118,14 @@ class CudaEngine(Engine):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
-        """Prompts are padded to 64, 128, 256 … tokens and 1, 2, 4 … rows, so that few graphs serve all of them."""
+        """Prompts are padded to 64, 128 … tokens and, where cheap, 1, 2, 4 … rows: few graphs serve them all."""
         batch, width = tokens.shape
         rows, padded = 1 << (batch - 1).bit_length(), max(64, 1 << (width - 1).bit_length())
-        rows = rows if rows <= len(self._lengths) and rows * padded <= max(2048, 2 * tokens.numel()) else batch
+        cheap = rows * padded <= max(CAPTURED_TOKENS // 4, 2 * tokens.numel())
+        rows = rows if cheap and rows <= len(self._lengths) else batch
         if not self.captures or rows * padded > CAPTURED_TOKENS or padded > self.slots:
             return self.extend(tokens, counts, keep=1)
-        key = (rows, padded)
-        seen, captured = key in self._prefills, self._prefills.pop(key, None)
+        seen, captured = (key := (rows, padded)) in self._prefills, self._prefills.pop(key, None)
         while len(self._prefills) >= PREFILLS:
             self._prefills.pop(next(iter(self._prefills)))  # the shape that was used longest ago stands first
         self._prefills[key] = captured = captured or (self._capture_prefill(rows, padded) if seen else None)
