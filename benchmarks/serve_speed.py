@@ -48,7 +48,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--name", required=True, help="of this measurement in FILE")
     parser.add_argument("--about", default="", help="what runs there, in words")
     parser.add_argument("--model", help="what the request calls it; the first that the server lists if not given")
-    parser.add_argument("--extra", type=json.loads, default={}, help="further fields of every request, as JSON")
+    parser.add_argument(
+        "--extra", type=json.loads, nargs="+", default=[{}], help="further fields of a request, as JSON; several by turns"
+    )
     parser.add_argument("--data", type=Path)
     parser.add_argument("--tasks", nargs="+", default=["gsm8k"], help="test splits, prompts files or `built-in`")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64, 256])
@@ -125,9 +127,12 @@ def measure(pool: ProcessPoolExecutor, o: argparse.Namespace, prompts: list[str]
     count = max(o.least, o.rounds * clients)
     common = {
         "model": o.model, "max_tokens": o.max_new_tokens, "temperature": 0, "stream": True,
-        "stream_options": {"include_usage": True}, **o.extra,
+        "stream_options": {"include_usage": True},
     }  # fmt: skip
-    bodies = [{**common, "messages": [{"role": "user", "content": prompts[i % len(prompts)]}]} for i in range(count)]
+    bodies = [
+        {**common, **o.extra[i % len(o.extra)], "messages": [{"role": "user", "content": prompts[i % len(prompts)]}]}
+        for i in range(count)
+    ]
     shares = min(o.processes, clients)
     begun = time.perf_counter()
     jobs = [
