@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from torch import Tensor
 
+from conftest import tiny_head, tiny_model
+from proposals import prompts_of
+from selfjudge.decoding import rules_by_row, sampling
+from selfjudge.decoding.admission import Request
 from selfjudge.decoding.cycle import _over_vocabulary
-from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling, gather_tokens
-from selfjudge.decoding.rules_by_row import list_settings
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, Margin, SpeculativeSampling, gather_tokens
+from selfjudge.decoding.rules_by_row import RowRules, list_settings
 from selfjudge.decoding.sampling import RowSampling, Sampling
+from selfjudge.engine.draft import BatchEngines
+from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.models.load import as_draft
 from selfjudge.ops import replace_non_finite
 from selfjudge.types import Block
 
 VOCAB, GAMMA, ROWS = 9000, 3, 12  # more than one block of a row, and no multiple of it
-CLOSE = 1e-5
+CLOSE, NEAR = 1e-5, 2e-4
+"""Of probabilities; of their sums, which the interpreter adds one by one."""
 
 
 def is_inversion(p: Tensor, uniform: Tensor, token: Tensor) -> bool:
@@ -21,7 +32,7 @@ def is_inversion(p: Tensor, uniform: Tensor, token: Tensor) -> bool:
     p = p.double() / p.double().sum()
     end = float(p.cumsum(0)[token])
     start = end - float(p[token])
-    return float(p[token]) > 0 and start <= float(uniform) + CLOSE and end >= float(uniform) - CLOSE
+    return float(p[token]) > 0 and start <= float(uniform) + NEAR and end >= float(uniform) - NEAR
 
 
 def fused_rows(settings: Tensor, filtered: bool) -> RowSampling:
@@ -61,21 +72,21 @@ def check_sampling(device: torch.device, dtype: torch.dtype, *, mapped: bool, fi
     unset = torch.zeros_like(drafts, dtype=torch.bool)
     unset[2::3] = True
     accepted = unset.clone()
-    own.accept(block, logits[:, :-1], accepted)
+    own.verify(block, logits, accepted)
     n = accepted.long().cumprod(1).sum(1)
     n[6] = 1  # a judge says otherwise
     n = n if limits is None else torch.minimum(n, limits)
     tokens = torch.full_like(n, -7)
-    own.follow(block, logits, accepted, n, tokens)
-    for row, sampling in enumerate(samplings):
-        if sampling is None:
+    own.verify(block, logits, accepted, n, tokens)
+    for row, one in enumerate(samplings):
+        if one is None:
             assert drafts[row].tolist() == ids[replace_non_finite(known[:, row].float()).argmax(-1)].tolist()
             assert bool(accepted[row].all())
             assert tokens[row] == -7
             continue
-        p = sampling.warp(replace_non_finite(logits[row])).softmax(-1)
+        p = one.warp(replace_non_finite(logits[row])).softmax(-1)
         whole = _over_vocabulary(replace_non_finite(known[:, row]), VOCAB, ids)
-        q = sampling.warp(whole).softmax(-1)
+        q = one.warp(whole).softmax(-1)
         for i in range(GAMMA):
             assert is_inversion(q[i], u[row, i], drafts[row, i]), (row, i)
         p_d, q_d = gather_tokens(p[:-1], drafts[row]), gather_tokens(q, drafts[row])
@@ -92,19 +103,54 @@ def check_sampling(device: torch.device, dtype: torch.dtype, *, mapped: bool, fi
 
 def check_draws(device: torch.device) -> None:
     """Without drafts: what follows a prompt; and the tokens of many draws come as often as they should."""
-    logits, draws = torch.tensor([1.0, -1.0, 0.5, -torch.inf, 2.0], device=device), 4000 if device.type == "cuda" else 400
+    logits, draws = (
+        torch.tensor([1.0, -1.0, 0.5, -torch.inf, 2.0], device=device),
+        4000 if device.type == "cuda" else 40,
+    )
     settings = list_settings([SpeculativeSampling(Sampling(0.8))] * draws).to(device)
     own, u = fused_rows(settings, False), (torch.arange(draws, device=device)[:, None] + 0.5) / draws
     tokens = torch.zeros(draws, dtype=torch.long, device=device)
     whole = logits.expand(draws, 1, 5)
     block = Block(tokens[:, None][:, :0], whole, uniforms=u)
-    own.follow(block, whole, tokens[:, None][:, :0] > 0, tokens.clone(), tokens)
+    own.verify(block, whole, tokens[:, None][:, :0] > 0, tokens.clone(), tokens)
     share = tokens.bincount(minlength=5) / draws
     torch.testing.assert_close(share, (logits / 0.8).softmax(0), atol=1.5 / draws, rtol=0)
 
 
+def check_mixed_batch(device: torch.device) -> None:
+    """Whole answers of sampled rows among others, under γ of their own, by kernels and without."""
+    rules = [SpeculativeSampling(Sampling(0.9)), Margin(2.0), SpeculativeSampling(Sampling(1.3)), EXACT]
+    filtered = [*rules[:3], SpeculativeSampling(Sampling(0.9, 0.8, 9, 0.01))]
+    target = tiny_model(seed=1, num_hidden_layers=5).to(device)
+    for draft, chosen in ((tiny_head(target), rules), (tiny_model(seed=2).to(device), filtered)):
+        requests = [
+            Request(prompt, 5 + i, i, rule=rule, gamma=1 + i % 2)
+            for i, (prompt, rule) in enumerate(zip(prompts_of([4, 9, 7, 5]), chosen, strict=True))
+        ]
+        answers = []
+        for fused in (False, True):
+            features = as_draft(draft).features
+            engines = BatchEngines(
+                make_engine(target, features=features, kind="cuda"), make_draft(draft, target, kind="cuda")
+            )
+            tokens: list[list[int]] = [[] for _ in requests]
+            asked = mock.Mock(return_value=fused)
+            with (
+                mock.patch.object(sampling, "runs_kernels", asked),
+                mock.patch.object(rules_by_row, "runs_kernels", asked),
+            ):
+                for step in decode(engines, requests, RowRules(), gamma=3):
+                    for emission in step.emissions:
+                        tokens[emission.row] += emission.tokens
+            assert asked.called
+            answers.append(tokens)
+        assert answers[0] == answers[1]
+        assert [len(row) for row in answers[0]] == [5, 6, 7, 8]
+
+
 def check_all_sampling(device: torch.device) -> None:
     check_draws(device)
+    check_mixed_batch(device)
     for dtype in (torch.float32, torch.bfloat16):
         for case in ((False, False, False), (True, False, True), (True, True, False)):
             check_sampling(device, dtype, **dict(zip(("mapped", "filtered", "limited"), case, strict=True)))

@@ -164,7 +164,7 @@ class Block:
     hidden: Tensor | None = None  # [B, γ+1, H] what feeds the LM head, after the norm; row i is the state *at* d_i
     draft_logits: Tensor | None = None
     """[B, γ, V] the warped logits that drafts were drawn from; only for sampling, and for rules that read them. Where
-    kernels sample, [B, γ, D] in the draft's vocabulary and, unless they are filtered, not divided by the temperature."""
+    kernels sample, [B, γ, D] in the draft's vocabulary and, unless filtered, not divided by the temperature."""
     uniforms: Tensor | None = None  # [B, γ+1] in [0, 1): for each draft's acceptance and the token after; sampling only
     scores: Tensor | None = None  # [B, γ] the judge's P(acceptable), if a judge was asked; NaN where it could not say
     argmax: tuple[Tensor, Tensor] | None = None  # [B, γ+1] the target's likeliest tokens; rows with a NaN or +inf

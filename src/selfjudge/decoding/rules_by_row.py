@@ -85,7 +85,7 @@ def list_settings(rules: Sequence[AcceptanceRule]) -> Tensor:
 
 
 EXACT_ROWS, RELAXED_ROWS, SAMPLED_ROWS, FILTERED_ROWS = range(4)
-"""What the rows of a pass need at most: the argmax alone; the judge and margins; random numbers; filtered logits, too."""
+"""What the rows of a pass need at most: the argmax alone; the judge and margins; random numbers; filters, too."""
 
 
 def find_level(rules: Sequence[AcceptanceRule]) -> int:
@@ -155,7 +155,7 @@ class RowRules(AcceptanceRule):
             return aligned
         own, part = self._sampled(block)
         if own.fused:
-            own.accept(block, logits, aligned)
+            own.verify(block, logits, aligned)
             return aligned
         rule = SpeculativeSampling(own)  # type: ignore[arg-type]
         return own.put(aligned, rule.aligned(part, logits[own.rows], choice[own.rows]))
@@ -166,7 +166,7 @@ class RowRules(AcceptanceRule):
             return token
         own, part = self._sampled(block)
         if own.fused:
-            own.follow(block, logits, aligned, n, token)
+            own.verify(block, logits, aligned, n, token)
             return token
         inputs = (logits[own.rows], choice[own.rows], aligned[own.rows], n[own.rows])
         return own.put(token, SpeculativeSampling(own).following(part, *inputs))  # type: ignore[arg-type]

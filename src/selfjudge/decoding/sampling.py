@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 from selfjudge.models.device import send
 from selfjudge.ops import argmax_checked, replace_non_finite, runs_kernels
-from selfjudge.types import MAX_GAMMA, LazyModule, check_settings, setting
+from selfjudge.types import MAX_GAMMA, Block, LazyModule, check_settings, setting
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from selfjudge.types import Block
 else:
     torch = LazyModule("torch")
 
@@ -104,27 +102,25 @@ class RowSampling:
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """By kernels: prepared logits [B, V], and a token of each row: drawn, or its likeliest where it is greedy."""
-        from selfjudge.ops.sampling_triton import draw_rows
+        from selfjudge.ops.sampling_triton import sample_rows
 
         tokens = argmax_checked(logits)[0]
         logits, temperature = self.prepare(logits)
-        draw_rows(logits, temperature, uniforms, tokens)
+        block = Block(tokens[:, None][:, :0], logits[:, None], uniforms=uniforms[:, None])
+        sample_rows(block, block.target_logits, temperature, block.draft_tokens, torch.zeros_like(tokens), tokens)
         return logits, tokens
 
-    def accept(self, block: Block, logits: Tensor, aligned: Tensor) -> None:
-        """By kernels: put into aligned [B, γ] what `SpeculativeSampling.aligned` says of the rows that sample."""
-        from selfjudge.ops.sampling_triton import accept_rows
+    def verify(
+        self, block: Block, logits: Tensor, aligned: Tensor, n: Tensor | None = None, tokens: Tensor | None = None
+    ) -> None:
+        """By kernels, in the rows that sample: set aligned [B, γ], or tokens [B] after n [B] accepted drafts, as
+        `SpeculativeSampling.aligned` and `following` do."""
+        from selfjudge.ops.sampling_triton import sample_rows
 
-        accept_rows(block, *self.prepare(logits), aligned)
-
-    def follow(self, block: Block, logits: Tensor, aligned: Tensor, n: Tensor, tokens: Tensor) -> None:
-        """By kernels: put into tokens [B] those of `SpeculativeSampling.following`, in the rows that sample."""
-        from selfjudge.ops.sampling_triton import follow_rows
-
-        if self.filtered:  # one row of each block, which stands for all of them
+        if self.filtered and n is not None:  # one row of each block, which stands for all of them
             logits = logits[torch.arange(len(n), device=n.device), n][:, None]
         logits, temperature = self.prepare(logits)
-        follow_rows(block, logits.expand(-1, block.gamma + 1, -1), temperature, aligned, n, tokens)
+        sample_rows(block, logits.expand(-1, block.gamma + 1, -1), temperature, aligned, n, tokens)
 
     def put(self, values: Tensor, own: Tensor) -> Tensor:
         """[B, …] values with those [S, …] of the rows that sample in their places."""
