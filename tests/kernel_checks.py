@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from sampling_checks import check_all_sampling
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.rules_by_row import encode
@@ -409,6 +410,7 @@ def check_all(device: torch.device) -> None:
             for limit in (None, 14.0):
                 check_scores(device, dtype, features, limit)
     check_step(device)
+    check_all_sampling(device)
     for approval in APPROVALS:
         check_approval(device, *approval)
 

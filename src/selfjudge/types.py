@@ -163,7 +163,8 @@ class Block:
     target_logits: Tensor  # [B, γ+1, V] row i−1 predicts d_i; the last row predicts the bonus token
     hidden: Tensor | None = None  # [B, γ+1, H] what feeds the LM head, after the norm; row i is the state *at* d_i
     draft_logits: Tensor | None = None
-    """[B, γ, V] the warped logits that drafts were drawn from; only for sampling, and for rules that read them."""
+    """[B, γ, V] the warped logits that drafts were drawn from; only for sampling, and for rules that read them. Where
+    kernels sample, [B, γ, D] in the draft's vocabulary and, unless filtered, not divided by the temperature."""
     uniforms: Tensor | None = None  # [B, γ+1] in [0, 1): for each draft's acceptance and the token after; sampling only
     scores: Tensor | None = None  # [B, γ] the judge's P(acceptable), if a judge was asked; NaN where it could not say
     argmax: tuple[Tensor, Tensor] | None = None  # [B, γ+1] the target's likeliest tokens; rows with a NaN or +inf
@@ -171,6 +172,7 @@ class Block:
     spent: Tensor | None = None  # [B] what each answer has spent so far, under rules with a budget; None: nothing
     exact_only: Tensor | None = None  # [B, γ] where alignment alone decides, by a guard of the answer; None: nowhere
     settings: Tensor | None = None  # [B, SETTINGS] what each row asks, where rows have rules of their own
+    draft_places: Tensor | None = None  # [V] the place of each token in the draft's vocabulary or −1; None: the same
 
     @property
     def gamma(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+from scipy.stats import chi2
 
 from conftest import VOCAB, tiny_head, tiny_model
 from editing import NoToken2x, greedy_under
@@ -275,6 +277,27 @@ def test_limited_rows_give_the_tokens_of_the_reference_engine(rule: AcceptanceRu
         )
         others = sum(mine != theirs for mine, theirs in zip(found, wanted, strict=True))
         assert others <= (rule.sampling is not None and rows == 40)  # of 600 draws one may lie on an edge
+
+
+def test_sampled_rows_of_captured_mixed_batches_have_the_targets_distribution() -> None:
+    """By kernels, with a head that knows some tokens; a third of the rows is greedy."""
+    target = tiny_model(seed=11, vocab_size=5, initializer_range=0.15, num_hidden_layers=5, **WIDER).to(CUDA)
+    rules = [SpeculativeSampling(Sampling(0.7)), SpeculativeSampling(Sampling(1.3)), Exact()]
+    head = tiny_head(target, draft_vocab_size=3)
+    requests = [Request([0, 0, 0], 3, i, rule=rules[i % 3], gamma=2) for i in range(6000)]
+    engines = BatchEngines(make_engine(target, features=as_draft(head).features), make_draft(head, target))
+    tokens = defaultdict(list)
+    for step in decode(engines, requests, RowRules(), gamma=2):
+        for emission in step.emissions:
+            tokens[emission.row] += emission.tokens
+    every = torch.cartesian_prod(*[torch.arange(5, device=CUDA)] * 3)
+    logits = target(torch.nn.functional.pad(every, (3, 0))).logits[:, 2:-1].detach()
+    for which, t in enumerate((0.7, 1.3)):
+        p = (logits.double() / t).softmax(-1).gather(-1, every[..., None]).squeeze(-1).prod(1).tolist()
+        made = Counter(tuple(tokens[i]) for i in range(which, 6000, 3))
+        cells = [(made[tuple(s)], 2000 * q) for s, q in zip(every.tolist(), p, strict=True) if 2000 * q >= 5]
+        cells.append((2000 - sum(n for n, _ in cells), 2001 - sum(q for _, q in cells)))  # never 0 of 0
+        assert chi2.sf(sum((n - q) ** 2 / q for n, q in cells), len(cells) - 1) > 1e-3
 
 
 def test_rows_that_finish_at_different_times() -> None:

@@ -224,10 +224,10 @@ class Cycle:
             self.drafts, self.draft_logits = self._proposals(self.draft)
 
     def _proposals(self, draft: Drafter) -> tuple[Tensor, Tensor | None]:
-        """[B, γ] drafts (fewer if `draft_on` says so) and, where they are read, the [B, γ, V] logits they come from."""
+        """[B, γ] drafts (fewer if `draft_on` says so) and, where they are read, `Block.draft_logits`."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
-        size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
+        size, ids = self.target.vocab_size, draft.vocabulary
         draft_on = None if draft.static else self.draft_on
         output = draft.propose(self.gamma)
         for i in range(self.gamma):
@@ -235,35 +235,46 @@ class Cycle:
             if self.edits and not draft.static:
                 edit_draft(self.edits, logits, tokens, ids)
             known = logits[:, :size]
-            if sampling is not None:
-                known, chosen = self._draw(logits, i, ids)
+            if self.rule.sampling is not None:
+                known, chosen, token = self._draw(logits, i, ids)
                 drawn_from.append(known)
             else:
                 whole = output.argmax if known.shape == logits.shape and not self.edits else None
                 chosen = argmax_checked(known)[0] if whole is None else whole[0][:, -1]
                 if self.rule.reads_draft:
                     drawn_from.append(_over_vocabulary(replace_non_finite(logits), size, ids))
-            tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
+                token = chosen if ids is None else ids[chosen]
+            tokens.append(token)
             if draft_on is not None and not draft_on(partial(_probabilities, known, chosen)):
                 break
             if i + 1 < self.gamma:
                 output = draft.extend(tokens[-1])
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
-    def _draw(self, logits: Tensor, i: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Warped logits [S, V] of the rows that sample, and draft i [B]: drawn, and of greedy rows the likeliest."""
+    def _draw(self, logits: Tensor, i: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits that draft i is drawn from; its place in them and its token [B]; of greedy rows the likeliest."""
         assert self.uniforms is not None
         size, own = self.target.vocab_size, cast("Sampling | RowSampling", self.rule.sampling)
         rows: slice | Tensor = slice(None)
         if isinstance(self.rule, RowRules):
             own = self.rule.sampled(self.settings)
             rows = own.rows
+            if own.fused:
+                known, chosen = own.draw(logits[:, :size], self.uniforms[:, i])
+                return known, chosen, chosen if ids is None else ids[chosen]
         warped = own.warp(_over_vocabulary(replace_non_finite(logits[rows]), size, ids))
         drawn = sample(warped.softmax(-1), self.uniforms[rows, i])
-        if not isinstance(own, RowSampling):
-            return warped, drawn
-        greedy = argmax_checked(logits[:, :size])[0]
-        return warped, own.put(greedy if ids is None else ids[greedy], drawn)
+        if isinstance(own, RowSampling):
+            greedy = argmax_checked(logits[:, :size])[0]
+            drawn = own.put(greedy if ids is None else ids[greedy], drawn)
+        return warped, drawn, drawn
+
+    def _draft_places(self) -> Tensor | None:
+        """`Block.draft_places`."""
+        ids, size = None if self.draft is None else self.draft.vocabulary, self.target.vocab_size
+        if ids is None or self.draft_logits is None or self.draft_logits.shape[-1] == size:
+            return None
+        return ids.new_full((size,), -1).index_copy_(0, ids, torch.arange(len(ids), device=ids.device))
 
     def verify(self) -> None:
         """Run the target over the last token and the drafts."""
@@ -282,7 +293,7 @@ class Cycle:
             self.drafts, output.logits, None if self.rule.judge is None else output.hidden, self.draft_logits, uniforms,
             argmax=argmax, limits=limits, spent=self.row_state[:, SPENT],
             exact_only=None if self.guarded is None else self.guarded.exact[:, :-1],
-            settings=self.settings if isinstance(self.rule, RowRules) else None,
+            settings=self.settings if isinstance(self.rule, RowRules) else None, draft_places=self._draft_places(),
         )  # fmt: skip
 
     def _limits(self) -> Tensor | None:

@@ -119,11 +119,15 @@ class AcceptanceRule:
         """Token ids at which alignment alone decides."""
         return getattr(self, "special", ()) if getattr(self, "guard", False) else ()
 
+    def finite(self, logits: Tensor, bad_rows: Tensor) -> Tensor:
+        """Logits without non-finite numbers, if the rule reads them; on a GPU the copy is cheaper than asking."""
+        read = self.reads_logits and (logits.is_cuda or bool(bad_rows.any()))
+        return replace_non_finite(logits) if read else logits
+
     def __call__(self, block: Block) -> Verdict:
         logits = block.target_logits
         choice, bad_rows = argmax_checked(logits) if block.argmax is None else block.argmax  # [B, γ+1]
-        if self.reads_logits and (logits.is_cuda or bool(bad_rows.any())):  # on a GPU the copy is cheaper than asking
-            logits = replace_non_finite(logits)
+        logits = self.finite(logits, bad_rows)
         aligned = self.aligned(block, logits, choice)
         inside = list_existing(block)
         if inside is not None:

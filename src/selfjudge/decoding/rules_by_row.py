@@ -25,7 +25,7 @@ from selfjudge.decoding.rules import (
     list_existing,
 )
 from selfjudge.decoding.sampling import RowSampling
-from selfjudge.ops import worth_taking
+from selfjudge.ops import runs_kernels, worth_taking
 from selfjudge.types import Block, LazyModule, Verdict
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def list_settings(rules: Sequence[AcceptanceRule]) -> Tensor:
 
 
 EXACT_ROWS, RELAXED_ROWS, SAMPLED_ROWS, FILTERED_ROWS = range(4)
-"""What the rows of a pass need at most: the argmax alone; the judge and margins; random numbers; sorted logits, too."""
+"""What the rows of a pass need at most: the argmax alone; the judge and margins; random numbers; filters, too."""
 
 
 def find_level(rules: Sequence[AcceptanceRule]) -> int:
@@ -93,7 +93,8 @@ def find_level(rules: Sequence[AcceptanceRule]) -> int:
     level = EXACT_ROWS
     for rule in rules:
         if (sampling := rule.sampling) is not None:
-            level = max(level, FILTERED_ROWS if sampling.top_k or sampling.top_p < 1 else SAMPLED_ROWS)
+            filtered = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+            level = max(level, FILTERED_ROWS if filtered else SAMPLED_ROWS)
         elif not rule.lossless:
             level = max(level, RELAXED_ROWS)
     return level
@@ -140,9 +141,9 @@ class RowRules(AcceptanceRule):
         """How the rows with these settings sample."""
         return RowSampling(settings[:, -RowSampling.COLUMNS :], filtered=self.level == FILTERED_ROWS)
 
-    @property
-    def reads_logits(self) -> bool:  # type: ignore[override]
-        return self.sampling is not None  # margins are not read where logits are non-finite
+    def finite(self, logits: Tensor, bad_rows: Tensor) -> Tensor:
+        read = self.sampling is not None and not runs_kernels(logits)  # kernels replace; margins are not read there
+        return super().finite(logits, bad_rows) if read else logits
 
     @property
     def guards(self) -> Guards:
@@ -153,6 +154,9 @@ class RowRules(AcceptanceRule):
         if self.sampling is None:
             return aligned
         own, part = self._sampled(block)
+        if own.fused:
+            own.verify(block, logits, aligned)
+            return aligned
         rule = SpeculativeSampling(own)  # type: ignore[arg-type]
         return own.put(aligned, rule.aligned(part, logits[own.rows], choice[own.rows]))
 
@@ -161,6 +165,9 @@ class RowRules(AcceptanceRule):
         if self.sampling is None:
             return token
         own, part = self._sampled(block)
+        if own.fused:
+            own.verify(block, logits, aligned, n, token)
+            return token
         inputs = (logits[own.rows], choice[own.rows], aligned[own.rows], n[own.rows])
         return own.put(token, SpeculativeSampling(own).following(part, *inputs))  # type: ignore[arg-type]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfjudge.models.device import send
-from selfjudge.types import MAX_GAMMA, LazyModule, check_settings, setting
+from selfjudge.ops import argmax_checked, replace_non_finite, runs_kernels
+from selfjudge.types import MAX_GAMMA, Block, LazyModule, check_settings, setting
 
 if TYPE_CHECKING:
     import torch
@@ -56,16 +57,17 @@ def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 class RowSampling:
     """`Sampling` of many rows at once, by numbers on their device; greedy rows have temperature 0.
-    Only a CPU leaves greedy rows out. Elsewhere that would mean waiting: all are computed, `put` drops greedy ones."""
+    Only a CPU leaves greedy rows out. Elsewhere that would mean waiting: kernels (`fused`) skip them one by one, and
+    without Triton all are computed, and `put` drops greedy ones."""
 
     COLUMNS = 4
 
     def __init__(self, columns: Tensor, *, filtered: bool) -> None:
-        """`columns` [B, COLUMNS] are those of `list_columns`; unless `filtered`, no row has top-k or top-p."""
+        """`columns` [B, COLUMNS] are those of `list_columns`; unless `filtered`, no row has a filter."""
         sampled = columns[:, 0] > 0
-        self.rows: slice | Tensor = slice(None) if columns.is_cuda else sampled.nonzero().squeeze(1)
+        self.temperature, self.filtered, self.fused = columns[:, 0], filtered, runs_kernels(columns)
+        self.rows: slice | Tensor = slice(None) if columns.is_cuda or self.fused else sampled.nonzero().squeeze(1)
         """Which rows of a batch the arguments and results of `warp` are."""
-        self.temperature, self.filtered = columns[:, 0], filtered
         self._sampled, self._columns = sampled[self.rows], columns[self.rows]
 
     @staticmethod
@@ -81,15 +83,44 @@ class RowSampling:
         shape = [-1] + [1] * (logits.dim() - 1)
         temperature, top_k, rest, min_p = (column.view(shape) for column in self._columns.unbind(1))
         logits = logits.float() / torch.where(temperature > 0, temperature, 1.0)
-        if self.filtered:
-            size, (ascending, order) = logits.shape[-1], logits.sort(dim=-1)
-            beyond = torch.where(top_k > 0, size - top_k, 0).clamp_min(0).long()
-            kth = ascending.gather(-1, beyond.expand(*logits.shape[:-1], 1))
-            cut = ascending.masked_fill(ascending < kth, -math.inf).softmax(-1).cumsum(-1) <= rest
-            cut[..., -1] = False  # the most likely token always stays
-            removed = torch.zeros_like(cut).scatter(-1, order, cut) | (logits < kth)
-            logits = logits.masked_fill(removed, -math.inf)
+        if not self.filtered:
+            return logits
+        size, (ascending, order) = logits.shape[-1], logits.sort(dim=-1)
+        beyond = torch.where(top_k > 0, size - top_k, 0).clamp_min(0).long()
+        kth = ascending.gather(-1, beyond.expand(*logits.shape[:-1], 1))
+        cut = ascending.masked_fill(ascending < kth, -math.inf).softmax(-1).cumsum(-1) <= rest
+        cut[..., -1] = False  # the most likely token always stays
+        removed = torch.zeros_like(cut).scatter(-1, order, cut) | (logits < kth)
+        logits = logits.masked_fill(removed, -math.inf)
         return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p, -math.inf)
+
+    def prepare(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """For kernels: logits [B, …, V] and the temperatures [B] that are left; only filters are applied here."""
+        if not self.filtered:
+            return logits, self.temperature
+        return self.warp(replace_non_finite(logits)), self._sampled.float()
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """By kernels: prepared logits [B, V], and a token of each row: drawn, or its likeliest where it is greedy."""
+        from selfjudge.ops.sampling_triton import sample_rows
+
+        tokens = argmax_checked(logits)[0]
+        logits, temperature = self.prepare(logits)
+        block = Block(tokens[:, None][:, :0], logits[:, None], uniforms=uniforms[:, None])
+        sample_rows(block, block.target_logits, temperature, block.draft_tokens, torch.zeros_like(tokens), tokens)
+        return logits, tokens
+
+    def verify(
+        self, block: Block, logits: Tensor, aligned: Tensor, n: Tensor | None = None, tokens: Tensor | None = None
+    ) -> None:
+        """By kernels, in the rows that sample: set aligned [B, γ], or tokens [B] after n [B] accepted drafts, as
+        `SpeculativeSampling.aligned` and `following` do."""
+        from selfjudge.ops.sampling_triton import sample_rows
+
+        if self.filtered and n is not None:  # one row of each block, which stands for all of them
+            logits = logits[torch.arange(len(n), device=n.device), n][:, None]
+        logits, temperature = self.prepare(logits)
+        sample_rows(block, logits.expand(-1, block.gamma + 1, -1), temperature, aligned, n, tokens)
 
     def put(self, values: Tensor, own: Tensor) -> Tensor:
         """[B, …] values with those [S, …] of the rows that sample in their places."""

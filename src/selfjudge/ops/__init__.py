@@ -37,7 +37,7 @@ def has_non_finite(logits: Tensor) -> Tensor:
 
 def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
     """[..., V] → the argmax [...] after `replace_non_finite`, and which rows have a NaN or +inf [...]."""
-    if logits.is_cuda and has_triton():
+    if runs_kernels(logits):
         from selfjudge.ops.kernels_triton import split_argmax
 
         with torch.cuda.device(logits.device):  # kernels are launched on the current device
@@ -72,6 +72,11 @@ def has_triton() -> bool:
     return True
 
 
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether operations on this tensor are kernels of ours."""
+    return tensor.is_cuda and has_triton()
+
+
 @contextmanager
 def watch_compiling(say: Callable[[str], None]) -> Iterator[None]:
     """Say `COMPILING` whenever Triton has compiled a kernel that it had not kept: usually others follow."""
@@ -104,7 +109,7 @@ def worth_taking(harm: Tensor, aligned: Tensor, price: float | Tensor, window: T
     A walk that accepts d_1 … d_k and stops is worth π·(k+1) − Σ c_i over its mismatches: every token has the price π,
     the target's own at the end included. U_i is the most that positions i … γ+1 can be worth: U_{γ+1} = π, and U_i =
     max(π, π + U_{i+1} − c_i), where an aligned draft costs nothing. This gives the best and shortest walk."""
-    if harm.is_cuda and has_triton():
+    if runs_kernels(harm):
         from selfjudge.ops.kernels_triton import block_scan
 
         with torch.cuda.device(harm.device):  # kernels are launched on the current device
