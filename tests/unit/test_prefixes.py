@@ -147,7 +147,7 @@ def test_logits_after_a_prefix_are_those_of_a_cold_read(kind: str, family: str) 
     engine.prefill(torch.tensor(rows), torch.tensor([30, 30, 30]))
     engine.extend(torch.ones(3, 5, dtype=torch.long))
     engine.rewind(torch.tensor([5, 9, 5]))
-    blocks = [engine.copy_block(1, 0, 3), engine.copy_block(1, 3, 17)]
+    blocks = [engine.view_block(1, 0, 3).clone(), engine.view_block(1, 3, 17).clone()]
     fresh = engine.aside()
     fresh.reserve(3, 60)
     fresh.restore([blocks, [], blocks[:1]])
@@ -373,7 +373,7 @@ def test_without_memory_for_copies_answers_go_on(tiny_pair: Pair, monkeypatch: p
     run(batch, prompt[:10])
     batch.step()  # it ends, and its rows are stored
     with batch._decoding.engines.borrow() as engines:
-        monkeypatch.setattr(type(engines.target), "copy_block", full)
+        monkeypatch.setattr(type(engines.target), "view_block", full)
     (answer,) = run(batch, prompt)
     assert answer.cached == in_blocks(10)
     assert tiny_pair.target_model.keep("prefixes", PrefixStore).used == 0, "what was there makes room"

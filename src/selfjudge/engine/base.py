@@ -43,7 +43,7 @@ class RowCache(Protocol):
 
     window: int  # context window: the most positions a row may hold
     device: device
-    copies_blocks: bool = False  # whether it has `copy_block` and `restore`
+    copies_blocks: bool = False  # whether it has `view_block` and `restore`
     static: bool = False  # whether every pass has the shape of the first: `capture` replays it without Python
     idle: Mapping[Hashable, list[Any]] = MappingProxyType({})
     """Engines of the same weights that nobody uses, kept with their caches and captured graphs."""
@@ -119,12 +119,12 @@ class Engine(RowCache):
     def rewind(self, rejected: Tensor) -> None:
         """Forget the last rejected[b] tokens of each row."""
 
-    def copy_block(self, row: int, start: int, stop: int) -> Tensor:
-        """A copy of the keys and values [2, layers, kv_heads, stop − start, width] of these positions of a row."""
+    def view_block(self, row: int, start: int, stop: int) -> Tensor:
+        """The keys and values [2, layers, kv_heads, stop − start, width] of these positions of a row, not copied."""
         raise NotImplementedError
 
     def restore(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        """Begin the rows of an empty batch with blocks, one after the other, parts of what `copy_block` has made."""
+        """Begin the rows of an empty batch with blocks, one after the other, copied parts of what `view_block` gives."""
         raise NotImplementedError
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:

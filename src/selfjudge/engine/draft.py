@@ -427,6 +427,6 @@ class BatchEngines:
         assert self.prefixes is not None
         try:
             for engine, space, count in zip(self.engines, self.spaces, positions, strict=False):
-                self.prefixes.put((space, salt), tokens[: count + 1], partial(engine.copy_block, row))
+                self.prefixes.put((space, salt), tokens[: count + 1], partial(engine.view_block, row))
         except torch.OutOfMemoryError:
             self.prefixes.clear()

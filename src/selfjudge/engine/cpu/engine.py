@@ -109,8 +109,8 @@ class CpuEngine(Engine):
     def join(self, other: Self, idle: int = 0) -> None:
         self.lengths, self._caches = self.lengths + other.lengths, self._caches + other._caches
 
-    def copy_block(self, row: int, start: int, stop: int) -> Tensor:
-        return self._caches[row][:, :, :, start:stop].clone(memory_format=torch.contiguous_format)
+    def view_block(self, row: int, start: int, stop: int) -> Tensor:
+        return self._caches[row][:, :, :, start:stop]
 
     @torch.inference_mode()
     def restore(self, rows: Sequence[Sequence[Tensor]]) -> None:
