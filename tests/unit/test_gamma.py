@@ -333,6 +333,20 @@ def test_requests_are_plain_where_drafts_lose_and_drafts_are_tried_now_and_then(
     assert 0 < sum(gamma > 0 for gamma in later) / 400 <= 1.1 * PROBE_BUDGET / loss + 1 / 400
 
 
+def test_rows_that_entered_a_small_batch_do_not_hand_their_gamma_on() -> None:
+    """Alone drafts are cheap, beside many rows dear. Who enters beside a large γ takes what all of its kind should."""
+    statistics = PairStatistics()
+    for rows, token in ((1, 0.01), (64, 0.4)):
+        for drafts in range(MAX_AUTO_GAMMA + 1):
+            statistics.costs.add(rows, drafts, (0.02 * drafts, 1 + token * drafts))
+    choice = RequestGamma(statistics, TopK(2))
+    _answers(choice, 0.7, 1)
+    early = choice.choose(1, for_good=True)
+    entered = choice.choose(64, early, for_good=True)
+    assert 0 < entered < early == choice.choose(64, early), "for a cycle that drafts as many they cost nothing"
+    assert choice.choose(64, entered, for_good=True) == entered
+
+
 def test_a_rule_begins_with_what_exact_accepts() -> None:
     machine = Machine(step=0.05, token=0.1)
     statistics = machine.statistics(1)

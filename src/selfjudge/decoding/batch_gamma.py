@@ -97,7 +97,7 @@ class BatchGamma:
         if self.engines.target.static and self.statistics is not None:
             self.time_choices(len(rows), self.statistics.costs)
         most = int(rows.gamma[live].max(initial=0))
-        chosen = {policy: policy.choose(len(rows), most) for policy in dict.fromkeys(policies.values())}
+        chosen = {policy: policy.choose(len(rows), most, for_good=True) for policy in dict.fromkeys(policies.values())}
         for i, policy in policies.items():
             rows.gamma[i] = min(self.most, chosen[policy])
 

@@ -92,14 +92,16 @@ class RequestGamma(GammaPolicy):
     KNOWN = 50.0  # tokens after which the counts of a record are believed
     CLEARLY = 1.03  # another γ must be faster by this factor: the same request then gives the same answer
 
-    def choose(self, rows: int, most: int = 0) -> int:
-        """γ of requests that enter a batch of so many rows; its others have at most `most`, and cycles draft as much.
-        It is 0 where drafts do not pay; they are retried so seldom that this loses no more than `PROBE_BUDGET`."""
-        table = self.statistics.costs.seconds(rows, max(self.max_gamma, most))
+    def choose(self, rows: int, most: int = 0, *, for_good: bool = False) -> int:
+        """γ of requests in a batch of so many rows; its others have at most `most`, and cycles draft as much. It is 0
+        where drafts do not pay; they are retried so seldom that this loses no more than `PROBE_BUDGET`. `for_good` it
+        is what would be best if all had it: else a large γ of rows that entered early would be free for all who enter
+        beside them, and those who come after these, and never end."""
+        table, beside = self.statistics.costs.seconds(rows, max(self.max_gamma, most)), 0 if for_good else most
         tokens = tokens_by_gamma(self._find_blocks(rows)).tolist()
-        speeds = {gamma: tokens[gamma] / table[max(gamma, most)] for gamma in self.choices}
+        speeds = {gamma: tokens[gamma] / table[max(gamma, beside)] for gamma in self.choices}
         best, record = max(speeds, key=lambda gamma: speeds[gamma]), self._find_record(rows)
-        loss = 1 - speeds[best] * table[most]
+        loss = 1 - speeds[best] * table[beside] if beside == most else 0.0  # beside others some drafts cost nothing
         record.plain_entries += 1
         if loss > 0 and record.plain_entries * PROBE_BUDGET < loss:
             return 0
