@@ -353,7 +353,9 @@ def test_malformed_bodies(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="functions is not supported"):
         ask(server, "w1", extra_body={"functions": [{"name": "f"}]})
     assert server.send("GET", "/v1/chat/completions")[0] == 405
-    assert server.send("GET", "/nope")[2]["error"]["message"] == "Not Found"
+    for path in ("/nope", "/v1/responses", "/v1/embeddings"):
+        status, _, answer = server.send("POST", path, GOOD)
+        assert (status, "/v1/chat/completions" in answer["error"]["message"]) == (404, True)
     harmless = {"user": "me", "n": 1, "tools": [], "logprobs": False, "frequency_penalty": 0, "store": False}
     assert server.send("POST", "/v1/chat/completions", {**GOOD, **harmless})[0] == 200
 

@@ -140,8 +140,7 @@ def _show(answer: Stream, color: bool, quiet: bool, longest: int, on_cuda: bool)
     """Print the pieces as they come; when quiet, report only how many there are."""
     pieces = iter(answer)
     if quiet:
-        with Progress(patient=True) as update, _watch(on_cuda, update):
-            update("answering", 0.0)
+        with waiting("answering") as update, _watch(on_cuda, update):
             for count, _ in enumerate(pieces):
                 update("answering", count / longest)
         return

@@ -48,19 +48,14 @@ class RuleRequest:
         "Acceptance rule, such as topk:2 or judged:0.4. If not given: exact; judged where --judge, --theta, --quality"
         " or --price is given; sampling with --temperature.",
     )
-    judge: Any = setting(
-        None, "Judge folder, hub id or embedded name; if not given, the one that ships for the target."
-    )
+    judge: Any = setting(None, "Judge folder, hub id or embedded name; else the one that ships for the target.")
     theta: float | str | None = setting(
         None,
         "Strictness (how sure a rule must be before it accepts a draft that is not the target's choice) as a judge's"
         " threshold: a number in [0, 1], larger accepts less, or F or R (the default).",
     )
     quality: float | None = setting(
-        None,
-        "Strictness as a share: θ is chosen so that the judge rejects 90 % of bad substitutions at 0.9.",
-        minimum=0,
-        maximum=1,
+        None, "Strictness as a share: 0.9 is the θ that rejects 90 % of bad substitutions.", minimum=0, maximum=1
     )
     price: float | None = setting(
         None,
@@ -155,6 +150,8 @@ class RuleRequest:
 
     def named(self, sampling: Sampling | None = None) -> RuleRequest:
         """The same request with its rule named; with `sampling` the default is rule sampling instead of exact."""
+        if sampling is not None and not sampling.temperature:  # greedy
+            return replace(self, rule="exact" if self.text == "sampling" else self.text)
         if self.rule is not None:
             return self
         return replace(self, rule="sampling" if sampling is not None and self.text == "exact" else self.text)
@@ -204,6 +201,7 @@ class RuleRequest:
         needs a judge gets the one of the request, else `judge`, else the one that ships for the pair. A `JudgeConfig`
         in its place gives a rule to check, not to decode with, and needs no torch."""
         request = self.named(sampling)
+        sampling = sampling if sampling and sampling.temperature else None
         kind, values = request.kind, request._values
         if self.gamma == 0 and not kind.lossless:
             raise SelfJudgeError(f"rule {kind.name!r} needs drafts: name another `gamma` than 0, or rule exact")

@@ -38,7 +38,8 @@ def choose_device(name: str | None) -> torch.device:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # kernels are launched on the current device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SelfJudgeError(f"`device` {name!r} cannot be used: {first_line(error)}") from None
+        mend = "leave it out" if torch.version.cuda else "install a torch that is built for it, or leave it out"
+        raise SelfJudgeError(f"`device` {name!r} cannot be used: {first_line(error)}; {mend}") from None
     return device
 
 
