@@ -74,7 +74,7 @@ def generate(
 
     Example: selfjudge generate "Write a Python function that says whether a word is a palindrome." --color
 
-    Example: selfjudge generate "Why is the sky blue?" --rule judged --quality 0.9 --color
+    Example: selfjudge generate "Why does bread rise?" --rule judged --quality 0.9 --color
 
     Example: selfjudge generate "Who wrote Hamlet, and when?" --schema author.json"""
     if prompt == "-":
