@@ -130,7 +130,8 @@ def rules(name: str) -> Iterable[tuple[str, dict[str, float]]]:
         exact = read(f"{QWEN}/head-gsm8k-4000/gsm8k-test+train-4792-/exact-g10/summary.json")
         yield "exact", {"n": measured["n"], "m-mixed": exact["mean_accepted_length"]}
         for rule, run in measured["runs"].items():
-            yield rule, {"gain": run["gain"], "same": run["agreement"], "points": run["points"]}
+            same = run["agreement"]
+            yield rule, {"gain": run["gain"], "same": same, "changed": 1 - same, "points": run["points"]}
         return
     task = name if name in ("mmlu", "livecodebench") else f"head-open/{name}"
     folder = ROOT / QWEN / (f"head-{task}/{task}" if "/" not in task else task)
@@ -475,7 +476,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "inside head": inside_head,
 }  # fmt: skip
 FORMATS: dict[str, Callable[[float], str]] = {
-    "same": share, "top1": share, "gain": change, "low": change, "high": change, "least": share, "worst": share, "off": share, "0.1": "{:.2f}".format, "0.2": "{:.2f}".format, "points": points, "score": lambda x: f"{100 * x:.1f}", "gamma": lambda x: f"{x:.1f}".removesuffix(".0"),
+    "same": share, "changed": share, "top1": share, "gain": change, "low": change, "high": change, "least": share, "worst": share, "off": share, "0.1": "{:.2f}".format, "0.2": "{:.2f}".format, "points": points, "score": lambda x: f"{100 * x:.1f}", "gamma": lambda x: f"{x:.1f}".removesuffix(".0"),
     "size": size, "longer": lambda x: f"{x:+.0f} %",
 }  # fmt: skip
 

@@ -141,7 +141,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "fly at a device's default": ["eval", "--tasks", "arithmetic", *new, "--rules", "fly:window=4", "--device", "cpu"],
         "judge of another pair": ["generate", "hi", "--judge", "qwen2.5-coder-1.5b"],
         "temperature": [*ask, "--rule", "exact", "--temperature", "0.7"],
-        "temperature range": [*ask, "--rule", "sampling", "--temperature", "0"],
+        "temperature range": [*ask, "--rule", "sampling", "--temperature", "0.001"],
         "top-p": [*ask, "--rule", "sampling", "--top-p", "1.5"],
         "quality and theta": [*ask, "--judge", str(folder / "plain"), "--theta", "F", "--quality", "0.9"],
         "two thresholds": [*ask, "--rule", "judged:0.5", "--judge", str(folder / "plain"), "--theta", "0.4"],

@@ -3,7 +3,7 @@ prompts.
 
 >>> from selfjudge import Pair, generate
 >>> pair = Pair.load("smollm2-135m")
->>> answer = generate(pair, "Why is the sky blue?", rule="judged", quality=0.9)
+>>> answer = generate(pair, "Why does bread rise?", rule="judged", quality=0.9)
 >>> print(answer.text, answer.judged_tokens)  # doctest: +SKIP"""
 
 import os as _os

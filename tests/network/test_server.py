@@ -98,6 +98,8 @@ def test_greedy_answers_are_those_of_generate(server: Server, pair: Pair, judge:
         shares.append(answer.selfjudge["judged_share"])
     assert shares[1] == 0 < shares[0]
     assert ask(server, "w1").selfjudge["theta"] == 0.6  # R is what serving defaults to
+    (model,) = server.send("GET", "/v1/models")[2]["data"]
+    assert (model["selfjudge"]["uses_judge"], model["selfjudge"]["theta"]) == (True, 0.6)
     assert any(re.fullmatch(r"requests that name no rule: judged, θ = 0\.6, γ = \w+\n", line) for line in server.log)
     assert "ready\n" in server.log
 
@@ -353,7 +355,9 @@ def test_malformed_bodies(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="functions is not supported"):
         ask(server, "w1", extra_body={"functions": [{"name": "f"}]})
     assert server.send("GET", "/v1/chat/completions")[0] == 405
-    assert server.send("GET", "/nope")[2]["error"]["message"] == "Not Found"
+    for path in ("/nope", "/v1/responses", "/v1/embeddings"):
+        status, _, answer = server.send("POST", path, GOOD)
+        assert (status, "/v1/chat/completions" in answer["error"]["message"]) == (404, True)
     harmless = {"user": "me", "n": 1, "tools": [], "logprobs": False, "frequency_penalty": 0, "store": False}
     assert server.send("POST", "/v1/chat/completions", {**GOOD, **harmless})[0] == 200
 
@@ -716,7 +720,8 @@ def test_the_certificate_is_watched_while_serving(
     assert any(line.startswith(f"{folder}: ") for line in server.log)  # what its certificate says
     first, rule = ask(server, words(0, 5)), Recipe.load(folder).rule
     assert first.selfjudge["rule"] == rule
-    assert server.send("GET", "/v1/models/tiny")[2]["selfjudge"]["uses_judge"] is False
+    facts = server.send("GET", "/v1/models/tiny")[2]["selfjudge"]
+    assert (facts["uses_judge"], facts["theta"]) == (False, None)
     asked = 1
     while not server.metric("shadow_switched_off") and asked < (40 if bad else 20):
         ask(server, words(asked, 5))

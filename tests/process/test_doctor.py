@@ -12,7 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from selfjudge.cli import doctor, main as cli
+from selfjudge.integrations.vllm.config import INSTALL
 
+ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -73,7 +75,11 @@ def test_extras_are_named_by_what_they_lack(run: Run, monkeypatch: pytest.Monkey
     """The package is not published: a line that names it installs nothing."""
     lacking = [Requirement("no-such-package>=1"), Requirement("torch>=2")]
     monkeypatch.setattr(doctor, "requirements", lambda extra="": lacking if extra else [])
-    assert checks(run)["selfjudge serve"]["mend"] == "pip install no-such-package"
+    found = checks(run)
+    assert found["selfjudge serve"]["mend"] == "pip install no-such-package"
+    assert found["vLLM"]["mend"] == INSTALL
+    command, page = INSTALL.partition(": ")[2].removesuffix(" (docs/vllm.md)"), Path("docs/vllm.md")
+    assert command.replace("'", "") in (ROOT / page).read_text().replace("'", "")
 
 
 def test_torch_that_cannot_be_imported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,7 @@ def test_errors_name_arguments_not_options(tiny_pair: Pair) -> None:
         (lambda: generate(tiny_pair, PROMPTS, batch=0), "`batch`"),
         (lambda: generate(tiny_pair, PROMPTS, max_new_tokens=0), "`max_new_tokens`"),
         (lambda: Sampling(temperature=math.nan), "`temperature`"),
+        (lambda: Sampling(0.001), "`temperature`"),
         (lambda: generate(tiny_pair, PROMPTS, "topk", sampling=Sampling(0.7)), "`temperature`"),
         (lambda: generate(replace(tiny_pair, draft_model=None), PROMPTS), "`gamma`"),
     ):
@@ -171,6 +173,15 @@ def test_errors_name_arguments_not_options(tiny_pair: Pair) -> None:
             call()
         assert argument in str(caught.value)
         assert "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", [None, "exact", "sampling", "topk:3"])
+def test_temperature_0_is_greedy(tiny_pair: Pair, rule: str | None) -> None:
+    how: dict[str, Any] = {"gamma": 3, "max_new_tokens": 24}
+    greedy = generate(tiny_pair, PROMPTS[0], "exact" if rule == "sampling" else rule, **how)
+    assert generate(tiny_pair, PROMPTS[0], rule, sampling=Sampling(0, top_p=0.9), **how).tokens == greedy.tokens
+    logits = torch.tensor([[0.1, 2.0, -1.0]])
+    assert Sampling(0).warp(logits).softmax(-1).tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_a_rule_that_gives_no_mask_is_refused_by_name(tiny_pair: Pair) -> None:

@@ -15,6 +15,7 @@ from conftest import VOCAB, tiny_head, tiny_model
 from proposals import head_logits
 from runs import label_settings as settings_of, prompts_file
 from selfjudge.cli.main import app
+from selfjudge.cli.output import fill_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import MeaningCheck, Original, OutcomeCheck, Substitution, decode_many
 from selfjudge.label.methods import (
@@ -35,6 +36,17 @@ from selfjudge.store import write_tensors
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
     return str(prompts_file(tmp_path / "asked.jsonl", 12))
+
+
+def test_prompts_without_labels_are_accounted_for() -> None:
+    manifest = {"rows": 106, "prompts": 18, "acceptable": 53, "method": "selfjudge", "suffix_length": 20, "tau": 0.5}
+    fates = {"self": {"written": 24, "kept": 20, "unfinished": 4, "too long": 0, "repeated": 2, "prompts": 18}}
+    first, *more = fill_text("label", out="labels", **manifest, yields=fates).splitlines()
+    assert first.startswith("labels: 106 labels from 18 prompts, 50.0% acceptable")
+    assert more == ["self: 24 prompts written, 18 taken; left out: 4 unfinished, 2 repeated"]
+    whole = {"file:mine.jsonl": {"given": 18, "too long": 0, "repeated": 0, "prompts": 18}}
+    for yields in ({}, {"yields": whole}):  # folders of earlier versions do not say
+        assert fill_text("label", out="labels", **manifest, **yields).splitlines() == [first]
 
 
 # prompts

@@ -16,6 +16,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import find_shipped_tau
 from selfjudge.models.catalogue import draft_for, shipped_draft
+from selfjudge.models.device import choose_device
 from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import weights_sha256
@@ -90,6 +91,19 @@ def test_unusable_references(target: str, options: dict, message: str, monkeypat
     with pytest.raises(SelfJudgeError, match=message) as caught:
         Pair.load(target, "whatever", **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(SelfJudgeError, match=r"no `device` 'cuda': .*; omit it or install a torch for it"):
+        choose_device("cuda")
+
+
+def test_a_name_that_was_not_looked_up_is_said_to_be_so(checkpoints: dict[str, str]) -> None:
+    for target, said in (("nope/nope", True), (checkpoints["target"], False)):
+        with pytest.raises(SelfJudgeError, match="no draft ships for") as caught:
+            draft_for(target, None)
+        assert ("was not looked up yet" in str(caught.value)) == said
 
 
 def test_a_target_without_draft(checkpoints: dict[str, str]) -> None:

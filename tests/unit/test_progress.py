@@ -7,6 +7,7 @@ import threading
 from contextlib import redirect_stderr
 
 import pytest
+from rich.console import Console
 
 from selfjudge.cli import output
 
@@ -28,6 +29,34 @@ def test_a_stage_is_said_once_and_again_when_it_goes_on(
             now += seconds
             update(stage, share)
     assert capsys.readouterr().err.splitlines() == ["labels …", "labels 50%, about 25 s left", "τ …", "ready"]
+
+
+def test_no_percentage_is_said_before_one_is_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    with output.Progress() as update:
+        for seconds, share in ((0, 0.0), (output.QUIET, 0.0), (output.QUIET, 0.5)):
+            now += seconds
+            update("reading the tokenizer", share)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading the tokenizer …", "reading the tokenizer … 15 s", "reading the tokenizer 50%, about 30 s left",
+    ]  # fmt: skip
+
+
+def test_a_bar_without_a_share_has_no_percentage(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(output, "Console", lambda **_: terminal)
+    with output.Progress() as update:
+        for share, shown in ((None, False), (0.0, False), (0.25, True), (0.0, False)):
+            update("loading", share)
+            assert update._bar is not None
+            terminal.file = io.StringIO()
+            terminal.print(update._bar.get_renderable())
+            line = terminal.file.getvalue()
+            assert "loading" in line
+            assert (("%" in line), ("-:--:--" in line and not shown)) == (shown, False), line
 
 
 class Watched(io.StringIO):

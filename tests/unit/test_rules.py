@@ -374,7 +374,7 @@ def test_a_request_completed_by_the_own_one_of_a_server() -> None:
 def test_greedy_rules_take_no_temperature() -> None:
     with pytest.raises(SelfJudgeError, match="greedy"):
         RuleRequest("exact").resolve(sampling=Sampling(0.7))
-    for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.5}, {"temperature": math.nan}):
+    for wrong in ({"temperature": 0.001}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 1.5}, {"temperature": math.nan}):
         with pytest.raises(SelfJudgeError):
             Sampling(**wrong)
 

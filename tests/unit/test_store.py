@@ -114,6 +114,16 @@ def test_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
         work(tmp_path / "thesis.tex" / "below")
 
 
+def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(SelfJudgeError, match=r"cannot write .*Permission denied") as caught:
+        work(tmp_path / "run")
+    assert "kept" not in str(caught.value)
+
+
 def test_one_of_two_is_refused_while_the_other_works(tmp_path: Path) -> None:
     with (
         RunFolder(tmp_path).working(SETTINGS),

@@ -69,6 +69,10 @@ def test_grammars_of_formats(speller: Pair, name: str) -> None:
         ('"x"', (True, False, False, True)), *((text, (False, False, False, False)) for text in wrong),
     ):  # fmt: skip
         assert tuple(allows(speller, grammar, text) for grammar in (free, needed, single, json_too)) == expected, text
+    for text in (one, two):  # a line end after a call is no other call: a model that writes it may end there
+        ended = tuple(allows(speller, grammar, text + "\n") for grammar in (free, needed, single))
+        assert ended == (name == "hermes", name == "hermes", False), text
+    assert read(known, [two + "\n"])[1] == [("weather", ROME), ("now", TIME)]
     assert allows(speller, free, "well\n" + one) == (name == "hermes" or not one.startswith("<"))
 
 

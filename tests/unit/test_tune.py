@@ -487,7 +487,9 @@ def test_unreliable_speeds_are_said_instead_of_a_ranking() -> None:
     assert "plain speed" not in describe_claim(certificate(**doubt))
     nothing = certificate(certified=False, **doubt)
     assert describe_result(nothing) == f"Nothing here beats exact. Use exact (γ = 3). Speeds are not stated: {busy}."
-    assert "No relaxed rule was certified" in describe_claim(nothing)
+    assert describe_claim(nothing) == "Exact decoding loses nothing. No relaxed rule was tested."
+    tested = {**nothing, "candidates": [{**nothing["candidates"][0], "n_used": 9}]}
+    assert "No relaxed rule was certified to lose at most 3.0 points" in describe_claim(tested)
     certified = {**nothing, "candidates": certificate()["candidates"]}
     certified["candidates"][0] |= {"speed_ratio": 1.02, "speed_ci": [1.01, 1.04]}
     certified["candidates"][1:] = []

@@ -167,7 +167,11 @@ def test_the_order_of_a_certificate_is_that_of_its_version() -> None:
     """Prices 0.02 and 0.05 promised less than 3 %: they were tested once, and would not be any more."""
     file = Path(__file__).parents[2] / "results/tune/qwen2.5-coder-1.5b/mmlu-8b-strong.json"
     known = {**json.loads(file.read_text()), "certified": False}  # what was chosen lacks its overlap there
-    assert "5 bets" in check_bet(file, known, None)
+    count, tested = len(known["candidates"]), [row for row in known["candidates"] if row["n_used"]]
+    said = f"other rules: {count} considered, {len(tested)} tested, their bets computed again"
+    assert check_bet(file, known, None) == f"exact loses nothing; {said}"
+    untested = {**known, "candidates": [row for row in known["candidates"] if not row["n_used"]]}
+    assert check_bet(file, untested, None).endswith("considered, none tested")
     with pytest.raises(SelfJudgeError, match="are not the first rules of the family priced"):
         check_bet(file, {**known, "least_gain": LEAST_GAIN}, None)
     fewer = [

@@ -658,8 +658,8 @@ def test_an_outline_holds_the_output_matrix_and_nothing_else(checkpoints: dict[s
 
 
 def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    with pytest.raises(SelfJudgeError, match="vLLM is not installed here"):
+    monkeypatch.setattr("selfjudge.integrations.vllm.serve.find_spec", lambda name: None)
+    with pytest.raises(SelfJudgeError, match=r"vLLM is not installed here: .* pip install .* vllm==0\.26\.0 "):
         serve.main(["python"])
 
 

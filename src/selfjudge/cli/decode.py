@@ -74,7 +74,7 @@ def generate(
 
     Example: selfjudge generate "Write a Python function that says whether a word is a palindrome." --color
 
-    Example: selfjudge generate "Why is the sky blue?" --rule judged --quality 0.9 --color
+    Example: selfjudge generate "Why does bread rise?" --rule judged --quality 0.9 --color
 
     Example: selfjudge generate "Who wrote Hamlet, and when?" --schema author.json"""
     if prompt == "-":
@@ -140,8 +140,7 @@ def _show(answer: Stream, color: bool, quiet: bool, longest: int, on_cuda: bool)
     """Print the pieces as they come; when quiet, report only how many there are."""
     pieces = iter(answer)
     if quiet:
-        with Progress(patient=True) as update, _watch(on_cuda, update):
-            update("answering", 0.0)
+        with waiting("answering") as update, _watch(on_cuda, update):
             for count, _ in enumerate(pieces):
                 update("answering", count / longest)
         return

@@ -14,9 +14,10 @@ import typer
 from packaging.requirements import Requirement
 
 from selfjudge.cli.options import DeviceOptions, Result
-from selfjudge.cli.output import Progress, print_rows, print_text
+from selfjudge.cli.output import Progress, print_rows, print_text, waiting
 from selfjudge.decoding.costs import kept_tables
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.integrations.vllm.config import INSTALL
 from selfjudge.models.catalogue import EMBEDDED, shipped_draft
 from selfjudge.models.device import available_memory
 from selfjudge.store import home, machine, measured_on, versions
@@ -49,8 +50,7 @@ def doctor(
 
     Example: selfjudge doctor --model qwen2.5-coder-1.5b --dtype q4"""
     if model is not None:
-        with Progress() as progress:
-            progress("reading the config …")
+        with waiting("reading the config …"):
             plan = plan_memory(model, draft, hardware)
         yield plan
         print_text("memory", **plan)
@@ -103,7 +103,7 @@ def examine(notify: Progress) -> Iterator[Check]:
     described, free = machine(), available_memory()
     memory = "" if free is None else f"; {free / 1e9:.0f} GB of memory free"
     yield Check("processor", True, f"{described.get('cpu', described['arch'])}, {described['cpus']} cores{memory}")
-    notify("compiling the kernel of the cpu engine, once …")
+    notify("trying the cpu engine, which is compiled at its first use …")
     yield from _compiler()
     for extra, name in EXTRAS.items():
         yield _check_packages(name, extra)
@@ -124,7 +124,7 @@ def _check_packages(name: str, extra: str, *found: str) -> Check:
     unmet = [r for r in wanted if not state(r)[1]]
     shown = [*found, *(state(r)[0] for r in unmet or ([] if found else wanted))]
     names = [r.name if state(r)[0].endswith("is missing") else f"{r.name}{r.specifier}" for r in unmet]
-    return Check(name, not unmet, ", ".join(shown), f"pip install {shlex.join(names)}")
+    return Check(name, not unmet, ", ".join(shown), INSTALL if extra == "vllm" else f"pip install {shlex.join(names)}")
 
 
 def requirements(extra: str = "") -> list[Requirement]:

@@ -118,7 +118,9 @@ def main() -> None:
         if hasattr(error, "format_message"):  # typer's usage errors
             if getattr(error, "option_name", "") == "--model" and sys.argv[1] != "train":  # which loads no model
                 _fail("there is no option --model: --pair takes an embedded pair, --target any model (see --help)")
-            _fail(f"{error.format_message().removesuffix('.').replace('Value error, ', '')} (see --help)")
+            said = error.format_message().removesuffix(".").replace("Value error, ", "").replace("Input should", "must")
+            said = said.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+            _fail(f"{said} (see --help)")
         if os.environ.get(DEBUG, "0") not in ("", "0"):
             raise
         _fail(f"unexpected {type(error).__name__}: {first_line(error)} ({DEBUG}=1 shows where it came from)", 1)

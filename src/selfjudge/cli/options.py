@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, g
 import typer
 
 import selfjudge
-from selfjudge.cli.output import Progress, print_json, waiting, warn
+from selfjudge.cli.output import print_json, waiting, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import parse_object
+from selfjudge.integrations.vllm.config import INSTALL, parse_object
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.label.config import BACKENDS
 from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, draft_for
@@ -244,13 +244,12 @@ class PairOptions(DeviceOptions):
 
     def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> selfjudge.Pair:
         """The models, pulled where they are missing; with `full_precision` their default dtype is one of floats."""
-        if needs_draft:
-            draft_for(self.name, self.draft)
         for reference in filter(None, (self.name, self.draft)):
             check_hub(reference)
+        if needs_draft:
+            draft_for(self.name, self.draft)
         self.announce()
-        with Progress(patient=True) as update:
-            update(f"loading {self.name}")
+        with waiting(f"loading {self.name}") as update:
             how = {name: getattr(self, name) for name in ("device", "dtype", "draft_dtype", "gpu_memory")}
             how |= {"needs_draft": needs_draft, "full_precision": full_precision}
             return selfjudge.Pair.load(self.name, self.draft, progress=update, **how)
@@ -293,7 +292,7 @@ class BackendOptions:
     def outline(self, models: PairOptions) -> tuple[selfjudge.Pair, str, dict[str, Any]]:
         """The pair without the target's weights, what vLLM has to load for it, and the options of its engine."""
         if find_spec("vllm") is None:
-            raise SelfJudgeError("vLLM is not installed here: pip install vllm")
+            raise SelfJudgeError(f"vLLM is not installed here: {INSTALL}")
         if models.dtype in ("int8", "q4"):
             raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
         if models.gpu_memory is not None:
@@ -312,7 +311,7 @@ class DecodeOptions:
     """How an answer is decoded."""
 
     max_new_tokens: int = setting(256, "Most tokens an answer may have.", minimum=1)
-    temperature: float | None = setting(None, "Sample at this temperature (rules sampling, judged).", above=0)
+    temperature: float | None = setting(None, "Sample at this temperature (sampling, judged); 0 is greedy.", minimum=0)
     top_p: float = setting(1.0, "Nucleus filter, applied to both models.", above=0, maximum=1)
     top_k: int = setting(0, "Keep the k most likely tokens of both models; 0 is off.", minimum=0)
     min_p: float = setting(0.0, "Drop tokens below this share of the best one's probability.", minimum=0, maximum=1)

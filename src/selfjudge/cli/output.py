@@ -132,12 +132,11 @@ class Progress:
 
     def _draw(self, bar: bars.Progress, stage: str, share: float | None) -> None:
         """Update the changing line; its estimate of the time left begins again where less is done than before."""
-        if bar.tasks and (share is None or share < (self._share or 0.0)):
+        if bar.tasks and (not share or share < (self._share or 0.0)):
             bar.remove_task(bar.task_ids[0])
         if not bar.tasks:
-            bar.add_task("")
-        total = None if share is None else 1.0
-        bar.update(bar.task_ids[0], description=stage, total=total, completed=share or 0.0)
+            bar.add_task("", total=None)  # runs to and fro, without a percentage
+        bar.update(bar.task_ids[0], description=stage, total=1.0 if share else None, completed=share or 0.0)
         bar.start()
 
     def _repeat(self) -> None:
@@ -153,7 +152,7 @@ class Progress:
             line = self._stage if self._share in (None, 1) else f"{words} …"
         elif now - self._said < QUIET:
             return
-        elif self._share is None:
+        elif not self._share:
             line = f"{words} … {now - self._begun:.0f} s"
         else:
             line = f"{words} {self._share:.0%}{self._describe_time_left(now)}"

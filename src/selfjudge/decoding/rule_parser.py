@@ -48,19 +48,14 @@ class RuleRequest:
         "Acceptance rule, such as topk:2 or judged:0.4. If not given: exact; judged where --judge, --theta, --quality"
         " or --price is given; sampling with --temperature.",
     )
-    judge: Any = setting(
-        None, "Judge folder, hub id or embedded name; if not given, the one that ships for the target."
-    )
+    judge: Any = setting(None, "Judge folder, hub id or embedded name; else the one that ships for the target.")
     theta: float | str | None = setting(
         None,
         "Strictness (how sure a rule must be before it accepts a draft that is not the target's choice) as a judge's"
         " threshold: a number in [0, 1], larger accepts less, or F or R (the default).",
     )
     quality: float | None = setting(
-        None,
-        "Strictness as a share: θ is chosen so that the judge rejects 90 % of bad substitutions at 0.9.",
-        minimum=0,
-        maximum=1,
+        None, "Strictness as a share: 0.9 is the θ that rejects 90 % of bad substitutions.", minimum=0, maximum=1
     )
     price: float | None = setting(
         None,
@@ -79,9 +74,7 @@ class RuleRequest:
     strict_start: int | None = setting(
         None, f"First tokens of an answer that relaxed rules verify exactly, {STRICT_START} by default.", minimum=0
     )
-    strict_code: bool | None = setting(
-        None, "Verify code, JSON, tables and tool calls exactly under relaxed rules, as they do by default."
-    )
+    strict_code: bool | None = setting(None, "Relaxed rules verify code, JSON, tables and tool calls exactly (default)")
 
     def __post_init__(self) -> None:
         if isinstance(self.theta, str):
@@ -155,9 +148,10 @@ class RuleRequest:
 
     def named(self, sampling: Sampling | None = None) -> RuleRequest:
         """The same request with its rule named; with `sampling` the default is rule sampling instead of exact."""
-        if self.rule is not None:
+        if self.rule is not None and (self.rule != "sampling" or sampling is None):
             return self
-        return replace(self, rule="sampling" if sampling is not None and self.text == "exact" else self.text)
+        lossless = "exact" if _drawn(sampling) is None else "sampling"
+        return replace(self, rule=lossless if self.text in ("exact", "sampling") else self.text)
 
     def _without(self, names: Collection[str]) -> RuleRequest:
         """The same request, whose rule's text does not name these options; θ and price replace each other."""
@@ -204,7 +198,7 @@ class RuleRequest:
         needs a judge gets the one of the request, else `judge`, else the one that ships for the pair. A `JudgeConfig`
         in its place gives a rule to check, not to decode with, and needs no torch."""
         request = self.named(sampling)
-        kind, values = request.kind, request._values
+        kind, values, sampling = request.kind, request._values, _drawn(sampling)
         if self.gamma == 0 and not kind.lossless:
             raise SelfJudgeError(f"rule {kind.name!r} needs drafts: name another `gamma` than 0, or rule exact")
         judge = request._choose_judge(pair, judge)
@@ -255,6 +249,11 @@ def resolve_rule(
             "a rule object is complete: `judge`, `theta`, `quality`, `price`, `sampling` go with a text"
         )
     return rule
+
+
+def _drawn(sampling: Sampling | None) -> Sampling | None:
+    """The same, or None if it is greedy."""
+    return sampling if sampling is not None and sampling.temperature else None
 
 
 def load_judge(judge: Judge | JudgeConfig | str | Path) -> Judge | JudgeConfig:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from selfjudge.errors import expect
 from selfjudge.models.device import send
 from selfjudge.ops import argmax_checked, replace_non_finite, runs_kernels
 from selfjudge.types import MAX_GAMMA, Block, LazyModule, check_settings, setting
@@ -22,16 +23,19 @@ else:
 class Sampling:
     """Temperature, then top-k, top-p and min-p, as in transformers; applied to target and draft alike."""
 
-    temperature: float = setting(1.0, "Softmax temperature", minimum=0.01)
+    temperature: float = setting(1.0, "Softmax temperature; 0 is greedy", minimum=0)
     top_p: float = setting(1.0, "Nucleus filter", above=0, maximum=1)
     top_k: int = setting(0, "Most likely tokens that are kept; 0 is off", minimum=0, maximum=(1 << 31) - 1)
     min_p: float = setting(0.0, "Least share of the best token's probability; 0 is off", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         check_settings(self)
+        expect(self.temperature == 0 or self.temperature >= 0.01, "temperature", "0 or at least 0.01", self.temperature)
 
     def warp(self, logits: Tensor) -> Tensor:
         """[..., V] → [..., V] with filtered tokens at −inf."""
+        if not self.temperature:
+            return logits.float().masked_fill(logits < logits.amax(-1, keepdim=True), -math.inf)
         logits = logits.float() / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]

@@ -102,7 +102,7 @@ def generate(
 ) -> Generation | list[Generation]:
     """Answer one prompt (a string or chat messages) or a list of them, in the order given.
 
-    >>> generate(pair, "Why is the sky blue?", rule="judged", quality=0.9).text  # doctest: +SKIP
+    >>> generate(pair, "Why does bread rise?", rule="judged", quality=0.9).text  # doctest: +SKIP
 
     A rule is text (see `selfjudge ls rules`) or an object; `exact` if not given. `GenerateOptions` lists the options.
     """

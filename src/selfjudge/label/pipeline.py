@@ -76,10 +76,9 @@ def label_pair(
     """Label into the folder `out`; returns its manifest. With `resume`, a run begun in `out` goes on."""
     config, out, data = config or LabelConfig(), Path(out), None if data is None else Path(data)
     check_config(config, LabelConfig)
-    if pair.draft is None and pair.draft_id:
-        raise SelfJudgeError(f"labels by vLLM need a `draft` that is a model, and {pair.draft_id} is a head")
     if pair.draft is None:
-        raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
+        head = f"labels by vLLM need a `draft` that is a model, and {pair.draft_id} is a head"
+        raise SelfJudgeError(head if pair.draft_id else f"no draft ships for {pair.target_id}: name one with `draft`")
     refuse_quantised(pair.dtype)
     if config.batch is None:
         config = replace(config, batch=1024 if pair.target.device.type == "cuda" else 64)

@@ -104,7 +104,8 @@ def draft_for(target: str, draft: str | None) -> str:
     """The draft to load with a target: the one that is named, else the one that ships."""
     chosen = draft or shipped_draft(target)
     if chosen is None:
-        raise SelfJudgeError(f"no draft ships for {target}: name one with `draft`")
+        unknown = "" if Path(target).expanduser().exists() else " (the target was not looked up yet)"
+        raise SelfJudgeError(f"no draft ships for {target}: name one with `draft`{unknown}")
     return chosen
 
 

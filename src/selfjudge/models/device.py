@@ -38,7 +38,7 @@ def choose_device(name: str | None) -> torch.device:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # kernels are launched on the current device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SelfJudgeError(f"`device` {name!r} cannot be used: {first_line(error)}") from None
+        raise SelfJudgeError(f"no `device` {name!r}: {first_line(error)}; omit it or install a torch for it") from None
     return device
 
 

@@ -22,7 +22,7 @@ COLUMNS = (
     Column("judged", "judged_share", percent, help=f"tokens {GLOSSARY['judged']}"),
     Column("tokens/s", _unless_busy("tokens_per_second"), tenths, help="median of the turns"),
     Column("× plain", _unless_busy("speed_over_plain"), fixed, help="speed over plain decoding"),
-    Column("same start", "same_start_as_plain", percent, help="share of an answer that is plain decoding’s"),
+    Column("same start", "same_start_as_plain", percent, help="mean share until plain decoding differs"),
 )
 """Columns of rules side by side."""
 

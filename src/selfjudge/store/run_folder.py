@@ -141,7 +141,8 @@ class RunFolder:
             with locked(self.path / ".lock", refuse=f"another process works on {self.path}"):
                 yield keep_settings(self.path / "settings.json", settings, free=free)
         except OSError as error:
-            raise SelfJudgeError(f"cannot write {self.path}: {error}; what is done is kept, to be resumed") from None
+            kept = "; what is done is kept, to be resumed" if self.begun else ""
+            raise SelfJudgeError(f"cannot write {self.path}: {error}{kept}") from None
 
     def seal(self, name: str, files: Iterable[str], made_from: str = "", **yields: Any) -> dict[str, Any]:
         """Seal a part whose files, named relative to the folder, are whole; `yields` is for later parts to know."""

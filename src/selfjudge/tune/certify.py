@@ -167,8 +167,8 @@ def check_prompt_count(
         needed = f"at least {given} are needed" + (f", {given - fewest} of them to choose γ" if batch else "")
     over, fewer = ("1 family", "") if families == 1 else (f"{families} families", ", fewer `families`")
     raise SelfJudgeError(
-        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at `delta` {delta:.2g}, this attempt's share, over"
-        f" {over}: {needed}; give more prompts{fewer} or a larger `epsilon`"
+        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} with {delta:.2g} of `delta` (83 % of it at a first"
+        f" attempt), over {over}: {needed}; give more prompts{fewer} or a larger `epsilon`"
     )
 
 

@@ -103,8 +103,8 @@ def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig |
     """The bets, computed from the differences of every prompt, end as the certificate says; `judge` is the recipe's."""
     epsilon, delta, families = certificate["epsilon"], certificate["delta"], len(set(certificate["families"]))
     sizes, candidates = _read_sizes(certificate["groups"]), certificate["candidates"]
-    shared = families or not any(row["n_used"] for row in candidates)
-    if not (_CLOSE**2 < epsilon < 1 - _CLOSE**2 and _SMALLEST < delta < 1 and shared and sizes):
+    tested = sum(row["n_used"] > 0 for row in candidates)
+    if not (_CLOSE**2 < epsilon < 1 - _CLOSE**2 and _SMALLEST < delta < 1 and (families or not tested) and sizes):
         raise SelfJudgeError(f"{folder}: the certificate has no ε, δ, families or prompts to bet with")
     attempt = certificate["attempt"]
     if attempt != 1 + len(certificate["earlier_attempts"]):
@@ -117,7 +117,8 @@ def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig |
     _check_pairs(folder, certificate, judge)
     said = [_check_chosen(folder, row, claim, won, sizes) for row in list_loads(certificate) if row["certified"]]
     if not said:
-        return f"exact loses nothing; {len(candidates)} bets on other rules computed again"
+        bets = f"{tested} tested, their bets computed again" if tested else "none tested"
+        return f"exact loses nothing; other rules: {len(candidates)} considered, {bets}"
     over = "1 family" if families == 1 else f"{families} families"
     return (
         f"{'; '.join(dict.fromkeys(said))}; at most {epsilon:g} lost with confidence {1 - delta:g};"

@@ -30,6 +30,7 @@ from selfjudge.integrations.server.schema import COMPLAINTS, ChatRequest, TextRe
 from selfjudge.store import parse_json
 
 ENDPOINTS = {"/", "/health", "/ready", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+NOT_FOUND = f"there is no such path here; there are: {', '.join(sorted(ENDPOINTS))}"
 PROBES = ("/health", "/ready", "/metrics")  # asked by machines all day: only their failures are logged
 OPEN = ("/", "/health", "/ready")  # need no key: the playground's page asks for it itself
 SHORT_BODY = 1 << 16  # bytes of a body that is read within milliseconds; a longer one is read aside
@@ -127,7 +128,6 @@ class Endpoints:
         return {
             "backend": "torch",
             **own.as_json(),
-            "theta": rules.theta,
             "judge": rules.judge is not None,
             "uses_judge": own.rule.judge is not None,
             "refuted": rules.refuted,
@@ -146,7 +146,7 @@ async def _answer(_: Request, error: Exception) -> Response:
         case SelfJudgeError():
             refusal = RefusedError(400, str(error))
         case HTTPException():
-            refusal = RefusedError(error.status_code, str(error.detail))
+            refusal = RefusedError(error.status_code, NOT_FOUND if error.status_code == 404 else str(error.detail))
         case RequestValidationError():
             refusal = _refuse_fields(error)
         case _:

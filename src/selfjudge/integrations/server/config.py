@@ -46,8 +46,7 @@ class ServerConfig:
         check_settings(self)
         if self.prefix_cache not in (None, "0"):
             parse_memory(self.prefix_cache, "prefix_cache")
-        if self.temperature:
-            Sampling(self.temperature)
+        Sampling(self.temperature)
         if self.temperature and self.shadow:
             raise SelfJudgeError("`shadow` watches greedy answers, as they were certified: leave out `temperature`")
         for name in self.allowed_host:

@@ -112,8 +112,3 @@ class Rules:
         if gamma not in (None, "auto", 0):
             raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
         return 0
-
-    @property
-    def theta(self) -> float | None:
-        """θ of judged requests that name none; None without a judge."""
-        return None if self.judge is None else RuleRequest("judged").inherit(self.own).threshold(self.judge)

@@ -373,8 +373,7 @@ def start_scheduler(
     if judge is not None:
         judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     rules = Rules(pair, judge, config.default_rule)
-    if config.temperature:
-        rules.choose(sampling=Sampling(config.temperature))  # refuses a rule that is greedy
+    rules.choose(sampling=Sampling(config.temperature))  # refuses a rule that is greedy
     context = min(config.max_context, pair.window)
     config = replace(config, max_batch=config.max_batch or _choose_rows(pair, rules.choose(), config, context))
     most = min(config.max_tokens, context - 1)

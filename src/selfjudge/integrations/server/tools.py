@@ -68,7 +68,9 @@ class ToolFormat:
         marker, between = self._lark(self.marker), self._lark(self.between)
         calls, alone = f"({marker})? calls" if self.at_start else f"{marker} calls", content is None
         more = f" ({between} call){{0,{MOST_CALLS - 1}}}" if several else ""
-        rules = [f"calls: {self._lark(self.begin)} call{more} {self._lark(self.end)}"]
+        line = f"{self.end}\n"  # after a line end the answer may end, too: many models write one
+        ends = (self.end, line) if several and self.between.startswith(line) else (self.end,)
+        rules = [f"calls: {self._lark(self.begin)} call{more} ({' | '.join(map(self._lark, ends))})"]
         if alone:
             rules.append(f"start: {calls}")
         elif content != TEXT or self.at_start:

@@ -21,6 +21,7 @@ from selfjudge.store.schema import PullManifest
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
 
+INSTALL = "in an environment of its own: pip install '.[vllm]' vllm==0.26.0 (docs/vllm.md)"
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 KEY = "selfjudge"
 MAX_WARNINGS = 100  # the most warnings about requests in the log of one engine

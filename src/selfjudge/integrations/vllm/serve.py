@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, REQUEST_FIELDS, WORKER, RequestRules
+from selfjudge.integrations.vllm.config import INSTALL, KEY, MULTIPROCESS, REQUEST_FIELDS, WORKER, RequestRules
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import served_reference
@@ -73,7 +73,7 @@ def speculation(target: str, draft: str, gamma: int) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> None:
     """Become the server of a `command`, with the rules' counters among vLLM's metrics."""
     if find_spec("vllm") is None:
-        raise SelfJudgeError("vLLM is not installed here: pip install vllm")
+        raise SelfJudgeError(f"vLLM is not installed here: {INSTALL}")
     if MULTIPROCESS not in os.environ:  # counted in the worker, shown by the server
         os.environ[MULTIPROCESS] = tempfile.mkdtemp(prefix="selfjudge-metrics-")
     choose_runner()
