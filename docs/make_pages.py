@@ -79,7 +79,7 @@ def beside_vllm(file: str, task: str, batch: int, of_repeats: Callable[[list[flo
             run, speed = best(runs), of_repeats([run["tokens_per_second"] for run in runs])
             row |= {column: speed, "n": run["n"], f"m-{column}": run.get("mean_accepted_length", 1)}
             answers[column] = run.get("answers", [])
-    if answers.get("exact"):
+    if answers.get("exact") and "plain" in answers:
         row["same"] = sum(map(str.__eq__, answers["plain"], answers["exact"])) / len(answers["exact"])
     return row
 
@@ -153,6 +153,7 @@ def figures() -> Figures:
             rows[f"worker-{task}-{batch}"] = beside_vllm(WORKER, task, batch, median)
         for batch in (1, 16):
             rows[f"big-{task}-{batch}"] = beside_vllm(INSIDE["8.4 B"], task, batch, median)
+        rows[f"big-{task}-64"] = beside_vllm("results/vllm/h200-8b-head-64.json", task, 64, median)
         for host, folder in CPUS.items():
             rows[f"{host}-{task}"] = beside_llama(f"{folder}/llama-cpp-qwen2.5-coder-1.5b-{task}.json")
         for batch in (1, 8, 32, 128, 512):
@@ -184,6 +185,9 @@ def figures() -> Figures:
     }  # fmt: skip
     again = read(STRONG_TUNED.replace(".json", "-2.json"))["candidates"][0]
     rows["strong2"] = {"n": again["n_used"], "lost": again["lost"], "gained": again["gained"]}
+    third = read(STRONG_TUNED.replace(".json", "-3.json"))["candidates"][0]
+    changes = {name: third[name] for name in ("lost", "gained")}
+    rows["strong3"] = {"n": third["n_used"], "points": 100 * third["mean_difference"], **changes}
     rows["worker-beside"] = worker_off()
     for task, batch in (("mmlu", 1), ("gsm8k", 1), ("mmlu", 8)):
         worth = worth_inside(INSIDE_STRONG, task, batch)
@@ -211,14 +215,18 @@ def others() -> Figures:
             ]
             mean = {key: sum(run[key] for run in runs) / len(runs) for key in ("m_ratio", "delta_score")}
             rows[f"judge-{name}-{threshold}"] = {"gain": mean["m_ratio"] - 1, "points": 100 * mean["delta_score"]}
-    for server in ("ours", "vllm"):
-        for run in read(OVER_HTTP)["servers"][server]["rows"]:
-            columns = {server: run["tokens_per_second"], f"p50-{server}": run["first_token"]["p50_ms"]}
+    for server, measured in read(OVER_HTTP)["servers"].items():
+        for run in measured["rows"]:
+            name = "again" if run["repeat"] else server
+            columns = {name: run["tokens_per_second"], f"p50-{name}": run["first_token"]["p50_ms"]}
             rows.setdefault(f"http-{run['task']}-{run['clients']}", {}).update(columns)
-    for name, server in read(HTTP_STARTS)["servers"].items():
-        version, run_name = name.removesuffix(" run").split(", ")
-        for run in server["rows"]:
-            rows.setdefault(f"http-{run_name}-{run['clients']}", {})[version] = run["tokens_per_second"]
+    mixed = {name: server["rows"][0]["tokens_per_second"] for name, server in read(MIXED)["servers"].items()}
+    shares = [
+        mixed[f"mixed-{turn}, {visit}"] / mixed[f"lossless-{turn}, {visit}"]
+        for turn in "12"
+        for visit in ("visit 1", "visit 2")
+    ]
+    rows["mixed"] = {"mlow": min(shares), "mhigh": max(shares)}
     for name, file in LOADS.items():
         run = read(file)["levels"][-1]  # the most clients
         rows[f"load-{name}"] = {"clients": run["clients"], "n": run["compared"], "equal": run["equal"]}
@@ -410,11 +418,12 @@ SMOLLM2 = {
 }
 LOADS = {"h200": "results/load/h200-qwen2.5-coder-1.5b.json", "arm": "results/load/cpu-2core-smollm2-135m-q4.json"}
 OVER_HTTP = "results/load/h200-http.json"
-HTTP_STARTS = "results/load/h200-http-smollm2-135m.json"
+MIXED = "results/load/h200-mix.json"
 
 
 def over_http() -> str:
-    known, clients = figures(), dict.fromkeys(run["clients"] for run in read(OVER_HTTP)["servers"]["ours"]["rows"])
+    """Ours and vLLM on one host."""
+    known, clients = figures(), _clients()
     rows = [
         [
             f"{task_title(task)}, {title}",
@@ -423,10 +432,26 @@ def over_http() -> str:
                 for n in clients
             ),
         ]
-        for kind, title in (("", "tokens/s"), ("p50-", "first token, ms"))
-        for task in ("gsm8k", "dolly")
+        for kind, title, tasks in (("", "tokens/s", ("gsm8k", "dolly")), ("p50-", "first token, ms", ("gsm8k",)))
+        for task in tasks
     ]
     return markdown_table(["clients (ours / vLLM)", *map(str, clients)], rows)
+
+
+def later_http() -> str:
+    """Ours later, on another host: prompts that are new, and those that the prefix cache knows."""
+    known, clients = figures(), _clients()
+    rows = [
+        [f"{task_title(task)}, tokens/s", *(
+            " / ".join(number(known[f"http-{task}-{n}"][column]) for column in ("later", "again")) for n in clients
+        )]
+        for task in ("gsm8k", "dolly")
+    ]  # fmt: skip
+    return markdown_table(["clients (new prompts / known ones)", *map(str, clients)], rows)
+
+
+def _clients() -> list[int]:
+    return sorted({run["clients"] for run in read(OVER_HTTP)["servers"]["ours"]["rows"]})
 
 
 INSIDE = {"1.5 B": WORKER, "8.4 B": "results/vllm/h200-8b-head.json"}
@@ -472,7 +497,7 @@ def inside_head() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "engines": engines, "beside vllm": beside_vllm_table, "beside llama": beside_llama_table,
     "speed by task": speed_by_task, "speed by rows": speed_by_rows, "drafts": drafts, "relaxed": relaxed,
-    "relaxing": relaxing, "regime": regime, "over http": over_http,
+    "relaxing": relaxing, "regime": regime, "over http": over_http, "later http": later_http,
     "inside head": inside_head,
 }  # fmt: skip
 FORMATS: dict[str, Callable[[float], str]] = {
