@@ -35,7 +35,6 @@ from selfjudge.types import Notify, Warn, check_config, default_gamma, ignore, p
 FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")  # rules that need no judge
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
 SUFFIX_LENGTHS = (0, 5, 10)
-
 SHARED = ("limit", "max_new_tokens", "batch", "seed")  # settings that all runs of a folder have in common
 
 
@@ -69,8 +68,7 @@ def evaluate_rules(
     if not isinstance(answerer, TorchAnswerer):
         warn(f"{answerer.engine} does not say what the target wanted: substitutions are not counted")
     with RunFolder(out).working(_shared_settings(evaluation)):
-        folders = [run.folder for run in runs]
-        write_json(out / "run.json", _provenance(evaluation.config, folders, out / "run.json"))
+        write_json(out / "run.json", _provenance(evaluation.config, [run.folder for run in runs], out / "run.json"))
         summaries: list[dict[str, Any]] = []
         for number, examples in enumerate(tasks):
             keep_settings(out / examples.label / "task.json", _identify(examples, nli))

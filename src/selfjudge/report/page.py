@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from selfjudge.errors import SelfJudgeError
@@ -21,6 +21,7 @@ from selfjudge.report.records import EvalRun, group_by_task, name_task, read_res
 from selfjudge.report.tables import make_tables, number_ids
 from selfjudge.report.verdict import make_verdict
 from selfjudge.store import check_page, hash_source, read_asset, write_text
+from selfjudge.store.files import make_templates
 from selfjudge.store.schema import AnswerExample
 
 Content = dict[str, Any]
@@ -75,13 +76,7 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def _templates() -> Environment:
-    templates = Environment(
-        loader=PackageLoader("selfjudge.report", "assets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    templates = make_templates(loader=PackageLoader("selfjudge.report", "assets"), autoescape=True)
     templates.globals.update(fixed=fixed, points=points, signed_points=signed_points)
     templates.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[,:@])", text))
     templates.filters["describe_choice"] = describe_choice

@@ -17,8 +17,6 @@ VARIANT = " · "  # between a task and what distinguishes some of its runs: the 
 ORIGINS = ("draft", "judge", "target")
 PROVENANCE = ("machine", "dtype", "versions", "date", "commit")
 MATCHING_WORDS = "matching words"  # measure of a task without answers: share of words in common with `exact`
-
-
 ABSENT = {"pair": "–", "measure": "score", "scores": {}, "delta_scores": {}, "delta_scores_ci": {}, "substitutions": ()}
 ABSENT |= dict.fromkeys(("judge", "judge_id", "busy", *PROVENANCE), "")
 """What stands for keys that a summary does not have, where that is not None."""
