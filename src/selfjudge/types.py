@@ -124,9 +124,8 @@ def _check_value(name: str, value: Any, listed: str, f: Field[Any]) -> None:
     listed = listed.removesuffix(" | None").removeprefix("tuple[").removesuffix(", ...]")
     kind = KINDS.get("int" if word else listed, object)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-        raise SelfJudgeError(
-            f"{name} must be {WORDS.get(kind, 'a number')}{f' or {word}' if word else ''}, not {value!r}"
-        )
+        other = f" or {word}" if word else ""
+        raise SelfJudgeError(f"{name} must be {WORDS.get(kind, 'a number')}{other}, not {value!r}")
     if choices and value not in choices:
         raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
     if isinstance(value, float) and not isfinite(value):

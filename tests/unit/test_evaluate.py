@@ -295,12 +295,12 @@ def test_drafts_and_judges_that_have_seen_the_problems_are_named(tiny_pair: Pair
         (tmp_path / "gsm8k" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size, target="x")).save_pretrained(tmp_path / "judge")
     pair = drafted_by(tiny_pair, tmp_path / "draft")
-    runs = plan_runs(["exact", "judged:0.5"], [3], {"mine": Judge.from_pretrained(tmp_path / "judge")}, ())
+    judges = {"the judge mine": Judge.from_pretrained(tmp_path / "judge")}
 
     def said(name: str) -> list[str]:
         found: list[str] = []
         examples = TaskExamples.load(name, EvalConfig(data=tmp_path))
-        _warn_learnt(pair, examples, runs, tmp_path, found.append)
+        _warn_learnt(pair, examples, judges, tmp_path, found.append)
         return found
 
     assert said("gsm8k/train") == []  # neither says anything

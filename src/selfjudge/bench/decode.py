@@ -77,6 +77,11 @@ def bench_decode(
     busy = turns.load.describe(r.seconds for r in runs if r.gamma != "auto")  # which may choose another γ each time
     firsts = {run.dtype: run for run in reversed(runs)}
     rows = [_row(run, runs[0], firsts[run.dtype]) for run in runs]
+    # each name at its own best γ, and our `exact` against the peers at theirs
+    best = {row["name"]: row for row in sorted(rows, key=lambda row: row["tokens_per_second"])}
+    exact = best.get("selfjudge-exact")  # without any γ there is none
+    peers = ("transformers-plain", "transformers-assisted", "selfjudge-plain")
+    ratio = {p: exact["tokens_per_second"] / best[p]["tokens_per_second"] for p in peers if exact and p in best}
     return {
         **measured_on(),
         "pair": pair.name,
@@ -91,7 +96,7 @@ def bench_decode(
         "busy": busy,
         "runs": rows,
         "costs": CostTable(PairEngines(pair).shape()).cycles,
-        "best": None if busy else _best(rows),
+        "best": None if busy else {"gamma": {name: row["gamma"] for name, row in best.items()}, "exact_over": ratio},
     }
 
 
@@ -128,15 +133,6 @@ def _row(run: TimedRun, baseline: TimedRun, plain: TimedRun) -> dict[str, Any]:
         "seconds": {"total": statistics.mean(run.seconds), **phases},
         "judge_time_share": phases["judge"] / sum(phases.values()) if judged else None,
     }
-
-
-def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each name at its own best γ, and our `exact` against the peers at theirs."""
-    best = {row["name"]: row for row in sorted(rows, key=lambda row: row["tokens_per_second"])}
-    exact = best.get("selfjudge-exact")  # without any γ there is none
-    peers = ("transformers-plain", "transformers-assisted", "selfjudge-plain")
-    ratio = {p: exact["tokens_per_second"] / best[p]["tokens_per_second"] for p in peers if exact and p in best}
-    return {"gamma": {name: row["gamma"] for name, row in best.items()}, "exact_over": ratio}
 
 
 @torch.inference_mode()

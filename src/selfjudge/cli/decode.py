@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -98,25 +98,21 @@ def generate(
     if as_json:
         dtypes = {"dtype": pair.dtype, "draft_dtype": selfjudge.PairEngines(pair, decode.engine).draft_dtype}
         named = {"pair": pair.name, "rule": request.text, "threshold": rule.theta, "price": rule.price}
-        print_json({**_as_json(result), **named, **dtypes, "busy": load.describe()})
+        described = {
+            "text": result.text,
+            "token_ids": result.tokens,
+            **{name: getattr(result, name) for name in FIGURES},
+            "judged_tokens": [asdict(token) for token in result.judged_tokens],
+            "seconds": dict(result.seconds),
+            "gamma": "auto" if result.gamma is None else result.gamma,
+        }
+        print_json({**described, **named, **dtypes, "busy": load.describe()})
         return
     typer.echo()
     if color:
         _explain_colors(result)
     for line in describe_answer(result, load.describe()):
         typer.echo(line, err=True)
-
-
-def _as_json(result: Generation) -> dict[str, Any]:
-    """What `--json` prints of the generation itself."""
-    return {
-        "text": result.text,
-        "token_ids": result.tokens,
-        **{name: getattr(result, name) for name in FIGURES},
-        "judged_tokens": [asdict(token) for token in result.judged_tokens],
-        "seconds": dict(result.seconds),
-        "gamma": "auto" if result.gamma is None else result.gamma,
-    }
 
 
 def _explain_colors(result: Generation) -> None:

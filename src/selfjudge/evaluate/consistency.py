@@ -43,16 +43,15 @@ def load_entailment(pair: Pair, nli: str, warn: Callable[[str], None]) -> tuple[
     """What measures FC, and its name: an NLI model, `proxy` (the target; `auto` falls back to it) or `off`."""
     if nli == "off":
         return None, "off"
-    if nli == "proxy":
-        return make_proxy(pair), "proxy"
-    name = DEFAULT_NLI if nli == "auto" else nli
-    try:
-        return load_classifier(name, pair.target.device), name
-    except SelfJudgeError as error:
-        if nli != "auto":
-            raise
-        warn(f"{error}; the target itself judges factual consistency (fc_proxy)")
-        return make_proxy(pair), "proxy"
+    if nli != "proxy":
+        name = DEFAULT_NLI if nli == "auto" else nli
+        try:
+            return load_classifier(name, pair.target.device), name
+        except SelfJudgeError as error:
+            if nli != "auto":
+                raise
+            warn(f"{error}; the target itself judges factual consistency (fc_proxy)")
+    return make_proxy(pair), "proxy"
 
 
 def load_classifier(name: str, device: torch.device | str = "cpu") -> Entails:

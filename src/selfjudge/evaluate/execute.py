@@ -282,14 +282,20 @@ def choose_measure(scores: Mapping[str, float]) -> str | None:
 
 
 def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row]) -> dict[str, Any]:
-    """A summary without names, settings and times. Scores are means over the `n_scored` examples that have one."""
+    """A summary without names, settings and times: what the judge's config says of its labels, None without a judge.
+    Scores are means over the `n_scored` examples that have one."""
+    judge = run.rule.judge
+    config = None if judge is None else judge.config
     return {
         "pair": pair.name,
         "rule": run.name,
         "gamma": run.gamma,
-        **_describe_judge(run),
-        **_average_scores(samples, task.checkable),
-        **_pool_lengths(samples),
+        "judge": run.judge,
+        "judge_id": None if judge is None else judge.digest(),
+        "threshold": getattr(run.rule, "theta", None),
+        **{name: getattr(config, name, None) for name in ("label_method", "features", "suffix_length")},
+        "label_prompts": None if config is None else config.metrics.get("n_prompts"),
+        **_average(samples, task.checkable),
         **NOT_COMPARED,
         "agreement_measure": "same_answer" if task.checkable else "word_overlap",
         "dtype": pair.dtype,
@@ -299,25 +305,15 @@ def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row]) -> d
     }
 
 
-def _describe_judge(run: RuleRun) -> dict[str, Any]:
-    """The judge's name, the threshold, and what the judge's config says of its labels; None without a judge."""
-    judge = run.rule.judge
-    config = None if judge is None else judge.config
-    return {
-        "judge": run.judge,
-        "judge_id": None if judge is None else judge.digest(),
-        "threshold": getattr(run.rule, "theta", None),
-        **{name: getattr(config, name, None) for name in ("label_method", "features", "suffix_length")},
-        "label_prompts": None if config is None else config.metrics.get("n_prompts"),
-    }
-
-
-def _average_scores(samples: Sequence[Row], checkable: bool) -> dict[str, Any]:
+def _average(samples: Sequence[Row], checkable: bool) -> dict[str, Any]:
+    """Means of scores, and lengths pooled over all answers: m is tokens per target pass, Σ emitted / Σ cycles."""
     scored = [sample for sample in samples if sample["scores"]]
     names = scored[0]["scores"] if scored else {}
     scores = {name: float(np.mean([sample["scores"][name] for sample in scored])) for name in names}
     measure = choose_measure(scores)
     values = np.asarray([sample["score"] for sample in scored], float)
+    lengths = ("tokens", "emitted", "cycles", "drafts_accepted", "judged")
+    tokens, emitted, cycles, drafts, judged = (sum(sample[name] for sample in samples) for name in lengths)
     return {
         "n": len(samples),
         "n_scored": len(scored),
@@ -327,14 +323,6 @@ def _average_scores(samples: Sequence[Row], checkable: bool) -> dict[str, Any]:
         "scores": scores,
         "extraction_failures": fmean(sample["answer"] is None for sample in scored) if checkable and scored else None,
         "cut_off": fmean(sample["finish"] == "length" for sample in samples),
-    }
-
-
-def _pool_lengths(samples: Sequence[Row]) -> dict[str, Any]:
-    """Pooled over all answers: m is tokens per target pass, Σ emitted / Σ cycles."""
-    names = ("tokens", "emitted", "cycles", "drafts_accepted", "judged")
-    tokens, emitted, cycles, drafts, judged = (sum(sample[name] for sample in samples) for name in names)
-    return {
         "mean_accepted_length": emitted / cycles if cycles else None,
         "drafts_accepted": drafts / max(1, cycles),
         "judged_share": judged / max(1, tokens),

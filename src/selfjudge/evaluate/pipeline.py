@@ -17,15 +17,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
-from selfjudge.evaluate.config import (
-    EvalConfig,
-    Preset,
-    ReproduceConfig,
-    RuleRun,
-    TaskExamples,
-    load_examples,
-    plan_runs,
-)
+from selfjudge.evaluate.config import EvalConfig, Preset, ReproduceConfig, TaskExamples, load_examples, plan_runs
 from selfjudge.evaluate.consistency import Entails, load_entailment
 from selfjudge.evaluate.execute import Answerer, Evaluation, Execution, TorchAnswerer
 from selfjudge.judge.model import Judge
@@ -43,7 +35,6 @@ from selfjudge.types import Notify, Warn, check_config, default_gamma, ignore, p
 FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")  # rules that need no judge
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
 SUFFIX_LENGTHS = (0, 5, 10)
-
 SHARED = ("limit", "max_new_tokens", "batch", "seed")  # settings that all runs of a folder have in common
 
 
@@ -70,18 +61,19 @@ def evaluate_rules(
     if judges is None:
         judges = {"shipped": pair.judge} if pair.judge is not None else {}
     runs = plan_runs(config.choose_rules(bool(judges)), config.gammas, judges, pair)
+    used = {f"the judge {run.judge}": run.rule.judge for run in runs if run.judge and run.rule.judge is not None}
     out = Path(out)
     entails, nli = _load_entailment(pair, out, tasks, config.nli, warn)
     evaluation = Evaluation(pair, answerer, out, replace(config, nli=nli), entails)
     if not isinstance(answerer, TorchAnswerer):
         warn(f"{answerer.engine} does not say what the target wanted: substitutions are not counted")
     with RunFolder(out).working(_shared_settings(evaluation)):
-        write_json(out / "run.json", _provenance(evaluation.config, runs, out / "run.json"))
+        write_json(out / "run.json", _provenance(evaluation.config, [run.folder for run in runs], out / "run.json"))
         summaries: list[dict[str, Any]] = []
         for number, examples in enumerate(tasks):
             keep_settings(out / examples.label / "task.json", _identify(examples, nli))
             _warn_unscored(examples, warn)
-            _warn_learnt(pair, examples, runs, config.data, warn)
+            _warn_learnt(pair, examples, used, config.data, warn)
             executions = [Execution(evaluation, examples, run) for run in runs]
             for stage, share in _answer_by_turns(executions):
                 notify(f"{examples.label}, {stage}", (number + share) / len(tasks))
@@ -151,13 +143,13 @@ def _load_entailment(
     return load_entailment(pair, nli, warn)
 
 
-def _provenance(config: EvalConfig, runs: Sequence[RuleRun], file: Path) -> dict[str, Any]:
+def _provenance(config: EvalConfig, runs: Sequence[str], file: Path) -> dict[str, Any]:
     """Who asks for what now, and what was asked of this folder before, oldest first."""
     last = read_json(file, RunRecord) if file.is_file() else {}
     kept = {key: last.get(key) for key in ("argv", "commit", "time", "tasks", "runs")}
     return provenance(
         tasks=list(config.tasks),
-        runs=[run.folder for run in runs],
+        runs=runs,
         settings={name: getattr(config, name) for name in (*SHARED, "nli")},
         earlier=[*last.get("earlier", []), kept] if last else [],
     )
@@ -172,9 +164,10 @@ def _warn_unscored(examples: TaskExamples, warn: Warn) -> None:
         warn(f"{examples.label}: {with_answer} of {len(examples.rows)} rows have an answer; the score is of those")
 
 
-def _warn_learnt(pair: Pair, examples: TaskExamples, runs: Sequence[RuleRun], data: Path | None, warn: Warn) -> None:
+def _warn_learnt(
+    pair: Pair, examples: TaskExamples, judges: Mapping[str, Judge], data: Path | None, warn: Warn
+) -> None:
     """Warn of a draft and of judges that were trained on some of the examples."""
-    judges = {f"the judge {run.judge}": run.rule.judge for run in runs if run.judge and run.rule.judge is not None}
     prompts = [examples.task.prompt(row) for row in examples.rows]
     for name, learnt in find_learnt(pair, judges, prompts, [examples.name], data):
         if learnt:

@@ -93,19 +93,13 @@ def _tabulate_loads(certificate: Mapping[str, Any]) -> Table | None:
     return Table("loads", "By load", columns, tuple(rows)) if len(rows) > 1 else None
 
 
-def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
-    """The capital of the bet over the prompts; it is won at the dotted line."""
-    course = tuple(
-        Point(t, value, f"after {show_count(t, 'prompt')}: ln K = {value:.4f}") for t, value in evidence["log_capital"]
-    )
-    series = (Series(rule, 1, course, marked=False),)
-    return Chart("evidence", "Evidence over prompts", "prompts", "ln of the capital", series, level=evidence["goal"])
-
-
 def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
     """One self-contained HTML page. `examples` are answers lost and gained, with the tokens of both."""
-    evidence = certificate["evidence"]
-    table, untried = _split_candidates(certificate)
+    chart, (table, untried) = None, _split_candidates(certificate)
+    if evidence := certificate["evidence"]:  # the capital of the bet over the prompts; it is won at the dotted line
+        course = (Point(t, k, f"after {show_count(t, 'prompt')}: ln K = {k:.4f}") for t, k in evidence["log_capital"])
+        series, heads = Series(certificate["rule"], 1, tuple(course), marked=False), ("prompts", "ln of the capital")
+        chart = Chart("evidence", "Evidence over prompts", *heads, (series,), level=evidence["goal"])
     return render(
         "certificate.html",
         certificate=certificate,
@@ -114,10 +108,6 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
         loads=_tabulate_loads(certificate),
         table=table,
         untried=untried,
-        drawing=draw(_evidence_chart(evidence, certificate["rule"])) if evidence else None,
+        drawing=chart and draw(chart),
         examples=examples,
-        points=points,
-        signed_points=signed_points,
-        fixed=fixed,
-        data={},
     )

@@ -105,9 +105,8 @@ def make_charts(runs: Sequence[EvalRun], section: str) -> Iterable[Chart]:
 
 
 def _is_paired(run: EvalRun, kept: Kept) -> bool:
-    if run.m is None or run.kind in ("judge_only", "null"):
-        return False
-    if kept is SAME_ANSWER and run.measure == records.MATCHING_WORDS:  # it is the score already
+    is_score = kept is SAME_ANSWER and run.measure == records.MATCHING_WORDS  # the same answer is the score already
+    if is_score or run.m is None or run.kind in ("judge_only", "null"):
         return False
     return run.kind == "exact" or None not in (run.m_ratio, getattr(run, kept.value))
 

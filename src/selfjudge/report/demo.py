@@ -46,7 +46,6 @@ def demo_page(result: Mapping[str, Any]) -> str:
         origins=ORIGINS,
         following=describe_next(result),
         glossary=GLOSSARY,
-        data={},
     )
 
 

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from selfjudge.store import read_asset
+from selfjudge.store.files import make_templates
 
 
 def show_text(value: Any) -> str:
@@ -82,9 +83,7 @@ class Sentences:
 
     @cached_property
     def _macros(self) -> Any:
-        from jinja2 import Environment, StrictUndefined  # most commands need no sentence
-
-        made = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701 - no markup
+        made = make_templates()
         made.globals |= {**globals(), **self.words}
         return made.from_string(read_asset(self.package, self.asset)).module
 

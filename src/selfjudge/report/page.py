@@ -10,17 +10,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import SECTIONS, make_charts
 from selfjudge.report.draw import PALETTE, draw
-from selfjudge.report.formats import describe_choice
+from selfjudge.report.formats import describe_choice, fixed, points, signed_points
 from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
 from selfjudge.report.tables import make_tables, number_ids
 from selfjudge.report.verdict import make_verdict
 from selfjudge.store import check_page, hash_source, read_asset, write_text
+from selfjudge.store.files import make_templates
 from selfjudge.store.schema import AnswerExample
 
 Content = dict[str, Any]
@@ -65,23 +66,18 @@ def report(folders: Sequence[Path], out: Path) -> Content:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from a template of assets/, with the style sheet and the script in it."""
+    """A page from a template of assets/, with the style sheet and the script in it; `data` is what the script reads."""
     colours = "".join(f"--s{i}:light-dark({light},{dark});" for i, (light, dark) in enumerate(PALETTE))
     style = read_asset("selfjudge.report", "page.css") + f":root{{{colours}}}"
     script = read_asset("selfjudge.report", "page.js")
-    text = _templates().get_template(template).render(style=style, script=script, **values)
+    text = _templates().get_template(template).render({"style": style, "script": script, "data": {}, **values})
     return text.encode("utf-8", "replace").decode()  # halves of characters become question marks
 
 
 @cache
 def _templates() -> Environment:
-    templates = Environment(
-        loader=PackageLoader("selfjudge.report", "assets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    templates = make_templates(loader=PackageLoader("selfjudge.report", "assets"), autoescape=True)
+    templates.globals.update(fixed=fixed, points=points, signed_points=signed_points)
     templates.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[,:@])", text))
     templates.filters["describe_choice"] = describe_choice
     templates.filters["hash_source"] = hash_source
@@ -106,10 +102,8 @@ def _viewer_data(runs: Sequence[EvalRun]) -> list[Content]:
 def _viewer_example(example: AnswerExample) -> Content:
     """A token is a list: text, origin, target's choice, p, p of the choice, judge's score, cycle."""
     numbers = ("p", "p_choice", "judge", "cycle")
-    tokens = [
-        [t.get("text") or "", t["origin"], t.get("choice") or "", *(t.get(name) for name in numbers)]
-        for t in example["tokens"]
-    ]
+    every = example["tokens"]
+    tokens = [[t.get("text") or "", t["origin"], t.get("choice") or "", *map(t.get, numbers)] for t in every]
     prompt = str(example.get("prompt") or "")
     return {"id": example["id"], "prompt": prompt, "score": example.get("score"), "tokens": tokens}
 

@@ -17,8 +17,6 @@ VARIANT = " · "  # between a task and what distinguishes some of its runs: the 
 ORIGINS = ("draft", "judge", "target")
 PROVENANCE = ("machine", "dtype", "versions", "date", "commit")
 MATCHING_WORDS = "matching words"  # measure of a task without answers: share of words in common with `exact`
-
-
 ABSENT = {"pair": "–", "measure": "score", "scores": {}, "delta_scores": {}, "delta_scores_ci": {}, "substitutions": ()}
 ABSENT |= dict.fromkeys(("judge", "judge_id", "busy", *PROVENANCE), "")
 """What stands for keys that a summary does not have, where that is not None."""
@@ -187,7 +185,7 @@ def read_results(folders: Iterable[Path]) -> tuple[list[EvalRun], dict[str, str]
 
 
 def _add_run(file: Path, runs: dict[tuple[Any, ...], EvalRun], skipped: dict[str, str]) -> bool:
-    """Whether the file is the summary of a run, which is then added to those read so far."""
+    """Whether the file is the summary of a run, which is then read with the answers beside it."""
     content, folder = read_json(file), file.parent
     if not (RUN_FOLDER.fullmatch(folder.name) or {"task", "rule"} <= content.keys()):
         skipped[str(file)] = "not the summary of an evaluation"
@@ -195,7 +193,13 @@ def _add_run(file: Path, runs: dict[tuple[Any, ...], EvalRun], skipped: dict[str
     if content.get("measure", "") is None and content.get("agreement") is None and content.get("rule") != "exact":
         skipped[str(folder)] = "it has neither a score nor a run of exact to agree with"
         return False
-    run = _read_run(file, content)
+    kept = file.with_name("examples.jsonl")
+    examples: Any = read_rows(kept, AnswerExample) if kept.exists() else ()
+    content = _with_score(file, conform(content, EvaluationSummary, file))
+    known = {key: value for key, value in content.items() if value is not None}
+    known |= {key: tuple(value) for key, value in known.items() if isinstance(value, list)}
+    known["substitutions"] = tuple(map(tuple, content.get("substitutions") or ()))
+    run = EvalRun(folder, known | _provenance(content), tuple(examples))
     first = runs.setdefault(run.key, run).folder
     if first.resolve() != folder.resolve():
         skipped[str(folder)] = f"the same configuration as {first}"
@@ -221,17 +225,6 @@ def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
             words += [f"{size[1]:,} tokens"] if len({tokens for _, tokens in known}) > 1 else []
             changes["task"] = f"{run.task}{VARIANT}{', '.join(words)}"
         yield run.change(**changes)
-
-
-def _read_run(file: Path, content: Content) -> EvalRun:
-    """A summary and the answers beside it."""
-    kept = file.with_name("examples.jsonl")
-    examples: Any = read_rows(kept, AnswerExample) if kept.exists() else ()
-    content = _with_score(file, conform(content, EvaluationSummary, file))
-    known = {key: value for key, value in content.items() if value is not None}
-    known |= {key: tuple(value) for key, value in known.items() if isinstance(value, list)}
-    known["substitutions"] = tuple(map(tuple, content.get("substitutions") or ()))
-    return EvalRun(file.parent, known | _provenance(content), tuple(examples))
 
 
 def _with_score(file: Path, content: Content) -> Content:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from selfjudge.report import formats, records
-from selfjudge.report.formats import fixed, percent, quote_token, show_interval, show_text
+from selfjudge.report.formats import fixed, percent, quote_token, show_interval, show_text, whole
 from selfjudge.report.records import PAPER, EvalRun, Interval, group_by_task, task_title
 from selfjudge.store import markdown_table
 from selfjudge.types import GLOSSARY
@@ -149,12 +149,9 @@ def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
     return (
         RULE,
         replace(GAMMA, value="gammas"),
-        *(
-            Column(task_title(t), partial(m_of, t), formats.fixed, partial(score_of, t), about, joint=" / ")
-            for t in tasks
-        ),
+        *(Column(task_title(t), partial(m_of, t), fixed, partial(score_of, t), about, joint=" / ") for t in tasks),
         Column("mean Δm", "delta_m", formats.signed, "delta_m_ci", "against exact, same task and γ"),
-        Column("mean m ratio", "m_ratio", formats.fixed, "m_ratio_ci"),
+        Column("mean m ratio", "m_ratio", fixed, "m_ratio_ci"),
         score_column("mean Δtask", "delta_score", formats.signed_points, "delta_ci", "points"),
         Column("tasks", lambda row: len(row["tasks"])),
     )
@@ -171,7 +168,10 @@ def _one_run_a_task(runs: Sequence[EvalRun]) -> list[list[EvalRun]]:
 
 def average_row(runs: Sequence[EvalRun]) -> Row:
     """One rule's runs, one a task, as a row: their means, with intervals."""
-    agreements = [r.agreement for r in runs if r.agreement is not None]
+    agreements, figures = (
+        [r.agreement for r in runs if r.agreement is not None],
+        ("m", "score", "delta_m", "delta_score"),
+    )
     row: dict[str, Any] = {
         "rule": runs[0].rule,
         "method": runs[0].method,
@@ -180,9 +180,7 @@ def average_row(runs: Sequence[EvalRun]) -> Row:
         "agreement": sum(agreements) / len(agreements) if agreements else None,
         "agreement_ci": None,
         "few": sum(r.scored for r in runs) < records.FEWEST_SCORED,
-        "tasks": {
-            r.task: {"m": r.m, "score": r.score, "delta_m": r.delta_m, "delta_score": r.delta_score} for r in runs
-        },
+        "tasks": {r.task: {name: getattr(r, name) for name in figures} for r in runs},
     }
     for name, interval in {"delta_m": "delta_m_ci", "m_ratio": "m_ratio_ci", "delta_score": "delta_ci"}.items():
         values = [None if r.kind == "exact" else getattr(r, name) for r in runs]
@@ -221,12 +219,10 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
     return (
         word_column("rule", "rule", below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
         GAMMA,
-        Column(
-            "n", "n", formats.whole, lambda r: "" if r["n_scored"] in (None, r["n"]) else f"{r['n_scored']:,} scored"
-        ),
+        Column("n", "n", whole, lambda r: "" if r["n_scored"] in (None, r["n"]) else f"{r['n_scored']:,} scored"),
         PER_PASS,
         Column("Δm", "delta_m", formats.signed, "delta_m_ci", "against exact"),
-        Column("m ratio", "m_ratio", formats.fixed, "m_ratio_ci", "m over that of exact"),
+        Column("m ratio", "m_ratio", fixed, "m_ratio_ci", "m over that of exact"),
         score_column(measure, "score", formats.points, "score_ci", "points"),
         score_column(f"Δ {measure}", "delta_score", formats.signed_points, "delta_ci", "points against exact"),
         *(_other_measure(name) for name in others),
@@ -236,14 +232,14 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
             lambda r: None if r["lost"] is None else f"{r['lost']:,} / {r['gained']:,}",
             help="examples that score less than with exact, and more",
         ),
-        Column("drafts/cycle", "drafts_accepted", formats.fixed, help="drafted tokens accepted in a cycle"),
-        Column("judged", "judged_share", formats.percent, help="tokens taken against the target’s choice"),
-        Column("no answer", "extraction_failures", formats.percent, help="outputs without an extractable answer"),
-        Column("cut off", "cut_off", formats.percent, help="answers that ended at the length limit"),
+        Column("drafts/cycle", "drafts_accepted", fixed, help="drafted tokens accepted in a cycle"),
+        Column("judged", "judged_share", percent, help="tokens taken against the target’s choice"),
+        Column("no answer", "extraction_failures", percent, help="outputs without an extractable answer"),
+        Column("cut off", "cut_off", percent, help="answers that ended at the length limit"),
         Column(
             "tokens/s",
             "tokens_per_second",
-            lambda rate: formats.whole(rate) if (rate or 0) >= 100 else formats.tenths(rate),
+            lambda rate: whole(rate) if (rate or 0) >= 100 else formats.tenths(rate),
             lambda row: "busy" if row["busy"] else "",
             "rules by turns, a batch each",
         ),

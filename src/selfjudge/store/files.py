@@ -27,6 +27,7 @@ from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store.schema import conform
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from numpy.typing import NDArray
 
 MAX_DOCUMENT = 64 << 20  # largest size of a JSON file, or of a line of rows, in bytes
@@ -193,14 +194,16 @@ def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]], align:
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, ruler, *rows))
 
 
-def fill_template(file: Path, **values: Any) -> str:
-    """A text from a template of jinja's; a name in it that is not given is an error."""
-    from jinja2 import StrictUndefined, Template
+def make_templates(**options: Any) -> Environment:
+    """Templates of jinja's, whose own lines leave no blanks; a name in them that is not given is an error."""
+    from jinja2 import Environment, StrictUndefined  # most commands need no template
 
-    text = file.read_text("utf-8")
-    page = Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    filled: str = page.render(**values)
-    return filled
+    return Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, **options)  # noqa: S701
+
+
+def fill_template(file: Path, **values: Any) -> str:
+    """A text from a template."""
+    return make_templates(keep_trailing_newline=True).from_string(file.read_text("utf-8")).render(**values)
 
 
 def read_asset(package: str, name: str) -> str:

@@ -180,18 +180,16 @@ def refuse_learnt(pair: Pair, prompts: Prompts, judge: Judge | None, config: Tun
 def choose_measure(wanted: str, prompts: Prompts) -> LossMeasure:
     """The measure of that name. `auto` is the score if all prompts have one, overlap if none has."""
     scored = sum(prompt.has_score for prompt in prompts)
-    if wanted == "overlap" or (wanted == "auto" and not scored):
-        return LossMeasure("overlap")
-    if wanted == "same_answer":
-        if not all(prompt.examples.task.checkable for prompt in prompts):
-            raise SelfJudgeError("`measure` same_answer needs prompts whose answers can be found: take overlap")
-        return LossMeasure("same_answer")
-    if scored < len(prompts):
+    if wanted == "auto":
+        wanted = "score" if scored else "overlap"
+    if wanted == "same_answer" and not all(prompt.examples.task.checkable for prompt in prompts):
+        raise SelfJudgeError("`measure` same_answer needs prompts whose answers can be found: take overlap")
+    if wanted == "score" and scored < len(prompts):
         raise SelfJudgeError(
             f"{len(prompts) - scored} of {len(prompts)} prompts have neither answer nor check to score by:"
             " add them, or certify agreement with `measure` overlap"
         )
-    return LossMeasure("score")
+    return LossMeasure(wanted)
 
 
 @dataclass(frozen=True)

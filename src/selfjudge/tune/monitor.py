@@ -8,10 +8,10 @@ certificate's `scope` has the interval of each mean over its own prompts. Two be
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from logging import Logger
 from typing import TYPE_CHECKING
 
 from selfjudge.decoding.guards import asks_for_structure
@@ -161,12 +161,7 @@ class Shadow:
     refuted. Each request that `choose` took needs one call of `end`. No prompt or answer is kept."""
 
     def __init__(
-        self,
-        monitor: Monitor,
-        share: float,
-        log: logging.Logger,
-        registry: CollectorRegistry,
-        drift: DriftMonitor | None = None,
+        self, monitor: Monitor, share: float, log: Logger, registry: CollectorRegistry, drift: DriftMonitor | None
     ) -> None:
         from prometheus_client import Counter, Gauge
 

@@ -89,10 +89,7 @@ class PairSearch:
         if not rows:
             tokens = self._count_tokens(rule, gamma) if gamma else 1.0
             own = {"rule": rule, "gamma": gamma, "mean_accepted_length": tokens}
-            rows = [
-                {"load": load, **own, "tokens_per_second": load * tokens / seconds[gamma]}
-                for load, seconds in self.costs.items()
-            ]
+            rows = [{"load": n, **own, "tokens_per_second": n * tokens / cost[gamma]} for n, cost in self.costs.items()]
             self.speeds += rows
         return {row["load"]: row["tokens_per_second"] for row in rows}
 

@@ -235,34 +235,29 @@ class Tuning:
     def _choose(self, load: int, trials: Sequence[RuleTrial], speeds: Sequence[Row], left: int) -> LoadOutcome:
         """The certified pair that pays at this load with the largest lower end of its speed, on all prompts. The
         remaining time is for `left` loads, this one among them."""
-        exact = find_best(speeds, load, ("exact",))
+        job, exact = self.job, find_best(speeds, load, ("exact",))
         gamma = self.gamma if exact is None else int(exact["gamma"])
+        rate = None if exact is None else float(exact["tokens_per_second"])
         outcome = LoadOutcome(load, None, gamma, speeds, self.gamma)
         fitting = [trial for trial in trials if trial.certified and load in trial.loads]
-        if self.job.config.times:
+        if job.config.times:
+            self.notify("comparing speeds", 0.0)
             chosen = sorted(fitting, key=outcome.find_lower_end, reverse=True)[:COMPARED]
-            rate = None if exact is None else float(exact["tokens_per_second"])
-            outcome = replace(outcome, comparison=self._compare_speeds(load, gamma, chosen, rate, left))
+            rules = [("exact", gamma), *((trial.rule, trial.gamma) for trial in chosen)]
+            begun = time.monotonic()
+            seconds = (self.deadline - begun) / left  # answers are as long as these allow
+            clock = Clock(job.answerer, job.plan, load, job.max_new_tokens, self.notify)
+            tokens = clock.choose_length(len(rules), rate, seconds)
+            compared = clock.compare([prompt.prompt for prompt in job.prompts], rules, tokens, begun + seconds)
+            outcome = replace(outcome, comparison=compared)
         while paying := [trial for trial in fitting if outcome.pays(trial)]:
             best = max(paying, key=outcome.find_lower_end)
-            if len(best.differences) == len(self.job.prompts) or time.monotonic() >= self.deadline:
+            if len(best.differences) == len(job.prompts) or time.monotonic() >= self.deadline:
                 return replace(outcome, best=best)
             self.notify(f"{best.rule} on all prompts", 0.0)
             while self._decode_next(best, self.deadline):
                 pass
         return outcome
-
-    def _compare_speeds(
-        self, load: int, gamma: int, chosen: Sequence[RuleTrial], rate: float | None, left: int
-    ) -> Comparison:
-        """Certified pairs against `exact` and plain decoding, by turns. Answers are as long as the time allows."""
-        job, now = self.job, time.monotonic()
-        self.notify("comparing speeds", 0.0)
-        rules = [("exact", gamma), *((trial.rule, trial.gamma) for trial in chosen)]
-        deadline = now + (self.deadline - now) / left
-        clock = Clock(job.answerer, job.plan, load, job.max_new_tokens, self.notify)
-        tokens = clock.choose_length(len(rules), rate, deadline - now)
-        return clock.compare([prompt.prompt for prompt in job.prompts], rules, tokens, deadline)
 
     def _test(self, trial: RuleTrial, done: int, total: int) -> None:
         """Decode until the claim is decided or the time is up; `done` of `total` rules were tested. Progress is the

@@ -23,6 +23,7 @@ SHARED = (  # what recipe and certificate both say
 )
 ROW = ("load", "rule", "resolved", "gamma")  # what both say of each load
 JUDGE_FILES = ("config.json", "model.safetensors")
+Content = Mapping[str, Any]  # of a file
 TestedPair = tuple[str, int]  # a rule and γ
 MOST = 200_000  # packed numbers, and prompts
 _SMALLEST = 1e-100  # δ; shares of a smaller one are no numbers any more
@@ -49,13 +50,13 @@ def unpack(text: str) -> list[float]:
     return values
 
 
-def hash_recipe(recipe: Mapping[str, Any]) -> str:
+def hash_recipe(recipe: Content) -> str:
     """SHA-256 of all that recipe.json says but for this digest."""
     content = {key: value for key, value in recipe.items() if key != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_files(folder: Path, recipe: Mapping[str, Any], certificate: Mapping[str, Any]) -> str:
+def check_files(folder: Path, recipe: Content, certificate: Content) -> str:
     """Recipe, certificate and judge are as they were written, and belong together."""
     if hash_recipe(recipe) != recipe["digest"]:
         raise SelfJudgeError(f"{folder / 'recipe.json'} was changed after it was written")
@@ -73,16 +74,17 @@ def check_files(folder: Path, recipe: Mapping[str, Any], certificate: Mapping[st
     return f"{len(recipe['files'])} files as written, digest {recipe['digest'][:12]}"
 
 
-def check_rules(
-    folder: Path, recipe: Mapping[str, Any], certificate: Mapping[str, Any], judge: JudgeConfig | None
-) -> str:
+def check_rules(folder: Path, recipe: Content, certificate: Content, judge: JudgeConfig | None) -> str:
     """The rule for each load is the one whose numbers the recipe states, and a relaxed one is certified."""
     rows = list_loads(certificate)
     if [{name: row[name] for name in ROW} for row in rows[1:]] != recipe["more_loads"]:
         raise SelfJudgeError(f"{folder}: the certificate is of another more_loads: it does not belong to the recipe")
     if len({row["load"] for row in rows}) < len(rows) or recipe["load"] != certificate["load"]:
         raise SelfJudgeError(f"{folder}: recipe and certificate are not of the same loads, each once")
-    requests = [_request(row) for row in rows]
+    requests = []
+    for row in rows:  # with the guards that it was certified with: those of its text with all numbers
+        guards = {name: value for name, value in RuleRequest(row["resolved"]).options.items() if name in STRICT}
+        requests.append(RuleRequest(row["rule"], gamma=row["gamma"], **guards))
     if any(request.needs_judge for request in requests) != bool(recipe["judge"]):
         raise SelfJudgeError(f"{folder}: the judge of the rule {recipe['rule']} is missing, or not used by it")
     for row, request in zip(rows, requests, strict=True):
@@ -93,13 +95,7 @@ def check_rules(
     return "; ".join(f"rule {row['resolved']}, γ = {row['gamma']}, load {row['load']}" for row in rows)
 
 
-def _request(row: Mapping[str, Any]) -> RuleRequest:
-    """The rule of a load, with the guards that it was certified with: those of its text with all numbers."""
-    guards = {name: value for name, value in RuleRequest(row["resolved"]).options.items() if name in STRICT}
-    return RuleRequest(row["rule"], gamma=row["gamma"], **guards)
-
-
-def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> str:
+def check_bet(folder: Path, certificate: Content, judge: JudgeConfig | None) -> str:
     """The bets, computed from the differences of every prompt, end as the certificate says; `judge` is the recipe's."""
     epsilon, delta, families = certificate["epsilon"], certificate["delta"], len(set(certificate["families"]))
     sizes, candidates = _read_sizes(certificate["groups"]), certificate["candidates"]
@@ -133,7 +129,7 @@ def _read_sizes(groups: str) -> list[int]:
     return [int(size) for size in given] if whole else []
 
 
-def _check_candidate(folder: Path, row: Mapping[str, Any], claim: Claim, sizes: Sequence[int]) -> list[float]:
+def _check_candidate(folder: Path, row: Content, claim: Claim, sizes: Sequence[int]) -> list[float]:
     """The differences of a rule that was tried; refused if its figures do not follow from them."""
     differences = unpack(row["differences"])
     if len(differences) > sum(sizes) or any(not -1 <= d <= 1 for d in differences):
@@ -142,7 +138,7 @@ def _check_candidate(folder: Path, row: Mapping[str, Any], claim: Claim, sizes: 
     return differences
 
 
-def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> None:
+def _check_pairs(folder: Path, certificate: Content, judge: JudgeConfig | None) -> None:
     """A family's pairs are the first in `tune`'s order for these speeds, and none follows one that is not certified."""
     families, failed = certificate["families"], set[str]()
     tested: dict[str, list[TestedPair]] = {family: [] for family in families}
@@ -166,7 +162,7 @@ def _check_pairs(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfi
 
 
 def _plan_again(
-    certificate: Mapping[str, Any], gamma: int, tested: Mapping[str, list[TestedPair]], judge: JudgeConfig | None
+    certificate: Content, gamma: int, tested: Mapping[str, list[TestedPair]], judge: JudgeConfig | None
 ) -> Pairs:
     """The pairs in `tune`'s order; without speeds all have `gamma`. Named rules are in the order in which they were
     tested. So are judged rules without a judge, which cannot be looked up: none of them is the recipe's."""
@@ -182,7 +178,7 @@ def _plan_again(
 
 
 def _check_chosen(
-    folder: Path, certificate: Mapping[str, Any], claim: Claim, won: Mapping[TestedPair, list[float]], sizes: list[int]
+    folder: Path, certificate: Content, claim: Claim, won: Mapping[TestedPair, list[float]], sizes: list[int]
 ) -> str:
     """All figures of a load follow from its pair's differences; `won` has those of all bets that were won."""
     if (differences := won.get((certificate["rule"], certificate["gamma"]))) is None:

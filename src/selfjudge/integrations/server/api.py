@@ -112,20 +112,10 @@ class Endpoints:
             raise RefusedError(404, message, "model_not_found", "model")
 
     def _describe_model(self) -> dict[str, Any]:
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.since,
-            "owned_by": "selfjudge",
-            "max_model_len": self.scheduler.config.max_context,
-            "selfjudge": self._describe_decoding(),
-        }
-
-    def _describe_decoding(self) -> dict[str, Any]:
-        """How requests are decoded that name nothing."""
+        """The model, and how requests are decoded that name nothing."""
         rules, pair, config = self.scheduler.rules, self.scheduler.pair, self.scheduler.config
         own = rules.choose()
-        return {
+        decoding = {
             "backend": "torch",
             **own.as_json(),
             "judge": rules.judge is not None,
@@ -136,6 +126,14 @@ class Endpoints:
             "draft_dtype": PairEngines(pair, config.engine).draft_dtype,
             "max_tokens": config.max_tokens,
             "recipe": self.recipe,
+        }
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.since,
+            "owned_by": "selfjudge",
+            "max_model_len": config.max_context,
+            "selfjudge": decoding,
         }
 
 

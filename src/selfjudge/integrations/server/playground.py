@@ -36,12 +36,8 @@ def describe(recipe: Recipe) -> dict[str, str]:
     """What the page says about the recipe in use: its name, what came out, and what is claimed."""
     from selfjudge.report.certificate import describe_claim, describe_result
 
-    certificate = recipe.certificate
-    return {
-        "name": recipe.folder.resolve().name,
-        "finding": describe_result(certificate),
-        "claim": describe_claim(certificate),
-    }
+    name, certificate = recipe.folder.resolve().name, recipe.certificate
+    return {"name": name, "finding": describe_result(certificate), "claim": describe_claim(certificate)}
 
 
 class Playground:

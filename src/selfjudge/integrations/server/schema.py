@@ -203,11 +203,10 @@ class ChatMessage(Strict):
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        answers = self.role == "assistant"
+        if self.content is None and not (answers and self.tool_calls):
             raise ValueError("a message needs content")
-        if (self.tool_call_id is not None) is not (self.role == "tool") or (
-            self.tool_calls and self.role != "assistant"
-        ):
+        if (self.tool_call_id is not None) is not (self.role == "tool") or (self.tool_calls and not answers):
             raise ValueError("tool_call_id belongs to messages of role tool, tool_calls to those of role assistant")
         return self
 
@@ -283,13 +282,12 @@ class CompletionRequest(Strict):
         """Fields that may not fit together: the one that is named, whether it is refused, and why."""
         origins, wanted, forms = self.selfjudge is not None and self.selfjudge.tokens, self.response_format, self.forms
         unfit = wanted is not None and (wanted.type == "json_schema") is (wanted.json_schema is None)
-        formed = "does not go with a schema, a grammar or tools"
+        formed, limits = (
+            "does not go with a schema, a grammar or tools",
+            {self.max_tokens, self.max_completion_tokens, None},
+        )
         return [
-            (
-                "max_tokens",
-                len({self.max_tokens, self.max_completion_tokens, None}) > 2,
-                "and max_completion_tokens are the same limit: give one",
-            ),
+            ("max_tokens", len(limits) > 2, "and max_completion_tokens are the same limit: give one"),
             ("stream_options", self.stream_options is not None and not self.stream, "needs stream: true"),
             ("selfjudge.tokens", origins and not self.stream, "needs stream: true"),
             ("min_tokens", bool(self.min_tokens and self.stop), "does not know of stop strings: give stop_token_ids"),
@@ -310,8 +308,8 @@ class CompletionRequest(Strict):
         elif wanted is not None and wanted.type == "json_schema" and (named := wanted.json_schema) is not None:
             forms.append(AnswerForm("response_format", "json", named.content or {}, bool(named.strict)))
         forms += [AnswerForm("structured_outputs", kind, value) for kind, value in outputs.items()]
-        for kind in ("json", "regex", "choice", "grammar"):
-            forms.append(AnswerForm(f"guided_{kind}", kind, getattr(self, f"guided_{kind}")))
+        guided = ("json", "regex", "choice", "grammar")
+        forms += [AnswerForm(f"guided_{kind}", kind, getattr(self, f"guided_{kind}")) for kind in guided]
         return [form for form in forms if form.value is not None]
 
     @property

@@ -74,10 +74,8 @@ class ToolFormat:
         if alone:
             rules.append(f"start: {calls}")
         elif content != TEXT or self.at_start:
-            rules += [
-                f"start: content | {calls}",
-                r"content: /([^{](.|\n)*)?/" if content == TEXT else f"content: {content}",
-            ]
+            rules.append(f"start: content | {calls}")
+            rules.append(r"content: /([^{](.|\n)*)?/" if content == TEXT else f"content: {content}")
         elif self.marker not in self.tokens:  # free text until the marker, which ends it at once
             rules += ["start: content | head calls", f"content: {TEXT}", f"head[lazy]: {TEXT} {marker}"]
         else:

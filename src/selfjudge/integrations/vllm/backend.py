@@ -59,10 +59,8 @@ def outline_pair(
     kind = choose_dtype(dtype, head_device)
     name = target if draft is None else f"{target}+{draft}"
     draft = draft_for(target, draft)
-    if head_folder(draft) is not None:
-        small: Pair | None = None  # a head runs inside vLLM alone; labelling, which needs it here, refuses it
-    else:
-        small = Pair.load(draft, device=device, dtype=kind, needs_draft=False)
+    # a head runs inside vLLM alone; labelling, which needs it here, refuses it
+    small = None if head_folder(draft) is not None else Pair.load(draft, device=device, dtype=kind, needs_draft=False)
     source = str(checkpoint_folder(target) or target)
     try:
         model = _outline(source, kind, head_device)
@@ -222,8 +220,7 @@ class VllmAnswerer(Answerer):
             for output in engine.step():
                 steps[output.request_id].append(read_step(output.outputs[0], lossless=rule.lossless))
         total = time.perf_counter() - start
-        given = zip(encoded, steps.values(), strict=True)
-        answers = [join_steps(self.pair, len(ids), own) for ids, own in given]
+        answers = [join_steps(self.pair, len(ids), own) for ids, own in zip(encoded, steps.values(), strict=True)]
         return answers, {**dict.fromkeys(PHASES, 0.0), "total": total}
 
     def _start(self, gamma: int, judge: Judge | None) -> Any:

@@ -82,7 +82,9 @@ class ShadowMiddleware:
         """Ask the same without a rule, when there is time, and compare."""
         difference = None
         try:
-            while shown is not None and self.under_way > _places(scope) // 2:
+            config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+            places = int(getattr(getattr(config, "scheduler_config", None), "max_num_seqs", PLACES))
+            while shown is not None and self.under_way > places // 2:
                 await asyncio.sleep(EVERY)
             if shown is None or self.shadow.monitor.refuted:
                 return
@@ -98,14 +100,10 @@ class ShadowMiddleware:
 
 def _comparable(request: dict[str, Any]) -> bool:
     """Whether a request is greedy and has one answer in words."""
-    if (
-        _constrained(request)
-        or request.get("tools")
-        or request.get("temperature") != 0
-        or request.get("n") not in (None, 1)
-    ):
+    if _constrained(request) or request.get("tools") or request.get("n") not in (None, 1):
         return False
-    return isinstance(request.get("prompt", ""), str) or "messages" in request
+    in_words = isinstance(request.get("prompt", ""), str) or "messages" in request
+    return in_words and bool(request.get("temperature") == 0)
 
 
 def _constrained(request: dict[str, Any]) -> bool:
@@ -177,9 +175,3 @@ def _lossless(scope: Scope, request: dict[str, Any]) -> tuple[Scope, list[Messag
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
     changed = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
     return changed, [{"type": "http.request", "body": body, "more_body": False}]
-
-
-def _places(scope: Scope) -> int:
-    """How many answers the engine makes at a time."""
-    config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
-    return int(getattr(getattr(config, "scheduler_config", None), "max_num_seqs", PLACES))
