@@ -277,7 +277,7 @@ class CudaEngine(Engine):
                     features[:, :, n * x.shape[1] : (n + 1) * x.shape[1]] = x.view(batch, width, -1)
             q = kernels.rotate(
                 kernels.product(normed, layer.qkv, layer.qkv_bias),
-                self._rotary[layer.table], (slot, position), (keys, values), w.heads, layer.head_norms,
+                self._rotary[layer.table], (slot, position), (keys, values), layer.head_norms,
             )  # fmt: skip
             mixed = kernels.attention(q, keys, values, position, layer.scoring)
             parts = kernels.add(x, mixed, layer.out, layer.out_bias, w.apart)
@@ -379,7 +379,7 @@ class CudaHead(CudaEngine, HeadEngine):
             x = n.clone()
         both = torch.cat([kernels.norm(e.view(batch * width, size), None, layer.attention_norm, w.epsilon), n], 1)
         qkv = kernels.product(both, layer.qkv, None)
-        q = kernels.rotate(qkv, self._rotary[0], (slot, position), (keys, values), w.heads)
+        q = kernels.rotate(qkv, self._rotary[0], (slot, position), (keys, values))
         if keep < width:
             x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size).contiguous()
             q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()

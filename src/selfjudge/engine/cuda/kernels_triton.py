@@ -73,17 +73,11 @@ class TritonKernels(Kernels):
             return x
         rows, hidden = x.shape
         block = triton.next_power_of_2(hidden)
-        options = {"BLOCK": block, "num_warps": 4 if block <= 2048 else 8, **self._launch(rows)}
         y = x if weight is None else torch.empty_like(x)
-        if parts is not None and (weight is None or after is not None or scale != 1):
-            programs.add_norm[(rows,)](
-                x, parts, x if after is None else after, x if weight is None else weight, y, hidden, x.numel(), epsilon,
-                scale, PARTS=len(parts), AFTER=after is not None, NORM=weight is not None, **options,
-            )  # fmt: skip
-            return y
         programs.norm[(rows,)](
-            x, x if parts is None else parts, weight, y, hidden, x.numel(), epsilon,
-            PARTS=0 if parts is None else len(parts), **options,
+            x, parts, None if parts is None else after, weight, y, hidden, x.numel(), epsilon,
+            None if scale == 1 else scale, PARTS=0 if parts is None else len(parts), BLOCK=block,
+            num_warps=4 if block <= 2048 else 8, **self._launch(rows),
         )  # fmt: skip
         return y
 
@@ -127,17 +121,12 @@ class TritonKernels(Kernels):
         return y
 
     def rotate(
-        self,
-        qkv: Tensor,
-        rotary: TensorPair,
-        at: TensorPair,
-        cache: TensorPair,
-        heads: int,
-        norms: HeadNorms | None = None,
+        self, qkv: Tensor, rotary: TensorPair, at: TensorPair, cache: TensorPair, norms: HeadNorms | None = None
     ) -> Tensor:
         (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape
         kv, slots, dim = keys.shape[1:]
+        heads = qkv.shape[2] // dim - 2 * kv
         q = torch.empty(batch, width, heads, dim, dtype=keys.dtype, device=qkv.device)
         if norms is not None and norms.query.dim() == 2:
             qkv, norms = self._whole_norms(qkv, norms, keys.dtype), None
