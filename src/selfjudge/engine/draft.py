@@ -49,9 +49,8 @@ class Backlog:
     def reserve(self, batch: int) -> None:
         """Begin with so many rows, each of which lacks the target's first token after the prompt."""
         self.use_rows(batch)
-        self.missing.fill_(1)
+        self.mark_read()
         self.states.zero_()
-        self.max_missing = 1  # upper bound of `missing`, which the host knows without waiting for the device
 
     def enter(self, first: Tensor) -> None:
         """Set the first tokens [B'] of the last rows, whose prompts have been read."""
@@ -69,7 +68,7 @@ class Backlog:
     def mark_read(self) -> None:
         """Note that all but the newest token of every row have been read."""
         self.missing.fill_(1)
-        self.max_missing = 1
+        self.max_missing = 1  # upper bound of `missing`, which the host knows without waiting for the device
 
     def join(self, other: Self, idle: int) -> None:
         there, new = len(self.missing), len(other.missing)

@@ -258,8 +258,8 @@ class ReferenceHead(SlotCache, HeadEngine):
 def additive_masks(
     kinds: set[str], seen: Tensor, queries: Tensor, keys: Tensor, window: int, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
-    """Additive masks [B, 1, T, S] by attention kind of what each query sees [B, T, S]. In a sliding window that is less;
-    positions of queries [B, T] and keys [B, S] tell how much."""
+    """Additive masks [B, 1, T, S] by attention kind of what each query sees [B, T, S]; in layers with a sliding window
+    that is less, by the positions of queries [B, T] and keys [B, S]."""
     masks = {}
     for kind in kinds:
         inside = seen & (queries[:, :, None] - keys[:, None, :] < window) if kind == "sliding_attention" else seen

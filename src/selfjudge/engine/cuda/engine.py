@@ -285,15 +285,12 @@ class CudaEngine(Engine):
             inner = kernels.gated(normed, layer.gate_up, layer.gate_up_bias, w.shape.activation)
             parts, after = kernels.add(x, inner, layer.down, layer.down_bias, w.apart), layer.mlp_after
         y = kernels.norm(x, parts, w.norm, epsilon, after, scale).view(batch, width, -1)[:, width - keep :]
-        logits = self._cap(F.linear(y.reshape(batch * keep, -1), w.head))
+        logits = F.linear(y.reshape(batch * keep, -1), w.head)
+        if w.shape.logit_scale != 1:
+            logits = logits * w.shape.logit_scale
+        if cap := w.shape.logit_cap:
+            logits = torch.tanh(logits / cap) * cap
         return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
-
-    def _cap(self, logits: Tensor) -> Tensor:
-        """Logits as the model scales and limits them."""
-        shape = self.weights.shape
-        if shape.logit_scale != 1:
-            logits = logits * shape.logit_scale
-        return torch.tanh(logits / shape.logit_cap) * shape.logit_cap if shape.logit_cap else logits
 
     def bucket(self, rows: int, now: int = 0) -> int:
         """Graphs are captured for 1, 2, 4, 8 … rows; idle rows stay until they are half of the batch."""

@@ -22,12 +22,11 @@ PROCESSORS = 132  # multiprocessors of an H100 or H200; with more or fewer the w
 
 def _tiles(outputs: int, inputs: int) -> dict[str, int]:
     """Tiles of a product with few rows, tuned on an H200: about one program per multiprocessor, few parts to add."""
-    if 1024 < inputs <= 2048:
-        return {"BLOCK_N": 32, "BLOCK_K": 512, "SPAN": 512, "num_warps": 4, "num_stages": 3}
-    blocks = triton.cdiv(inputs, 256) * triton.cdiv(outputs, 64)
-    return {
-        "BLOCK_N": 64, "BLOCK_K": 256, "SPAN": 256 * triton.cdiv(blocks, PROCESSORS), "num_warps": 4, "num_stages": 3,
-    }  # fmt: skip
+    block_n, block_k, span = 32, 512, 512
+    if not 1024 < inputs <= 2048:
+        blocks = triton.cdiv(inputs, 256) * triton.cdiv(outputs, 64)
+        block_n, block_k, span = 64, 256, 256 * triton.cdiv(blocks, PROCESSORS)
+    return {"BLOCK_N": block_n, "BLOCK_K": block_k, "SPAN": span, "num_warps": 4, "num_stages": 3}
 
 
 class TritonKernels(Kernels):
