@@ -38,11 +38,8 @@ class Backlog:
 
     def use_rows(self, batch: int) -> None:
         """Work on the first rows of the buffers, which grow if they must."""
-        if batch > len(self._buffers[0]):
-            old = self._buffers
-            self._buffers = [b.new_zeros((batch, *b.shape[1:])) for b in old]
-            for new, values in zip(self._buffers, old, strict=True):
-                new[: len(values)] = values
+        if (more := batch - len(self._buffers[0])) > 0:
+            self._buffers = [torch.cat([b, b.new_zeros((more, *b.shape[1:]))]) for b in self._buffers]
         # [B, BACKLOG], right-aligned; [B] how many of them have not been read; [B, BACKLOG, H]
         self.tokens, self.missing, self.states = (b[:batch] for b in self._buffers)
 

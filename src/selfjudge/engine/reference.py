@@ -42,16 +42,12 @@ class SlotLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         end = self.used + key_states.shape[2]
         if end > self.buffers[0].shape[2]:
-            self.buffers = [self._grown(buffer, end) for buffer in self.buffers]
+            more = max(64, end + end // 2) - self.buffers[0].shape[2]
+            self.buffers = [pad(buffer, (0, 0, 0, more)) for buffer in self.buffers]
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, self.used : end] = new
         self.cut(end)
         return self.keys, self.values
-
-    def _grown(self, buffer: Tensor, needed: int) -> Tensor:
-        grown = buffer.new_empty((*buffer.shape[:2], max(64, needed + needed // 2), buffer.shape[3]))
-        grown[:, :, : self.used] = buffer[:, :, : self.used]
-        return grown
 
     def cut(self, length: int) -> None:
         """Use the first `length` slots."""
