@@ -14,7 +14,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_engine
 from selfjudge.models.load import LoadedModel, Target, as_loaded
-from selfjudge.types import FINISHES, Finish, TokenColumn
+from selfjudge.types import FINISHES, Finish, Step, TokenColumn
 
 Response = tuple[int, list[int], Finish]  # index of the prompt, the tokens with the end token, why the answer ended
 
@@ -58,11 +58,7 @@ def respond(
             requests = [Request(prompts[i], limits[i], seed) for i, seed in zip(part, row_seeds, strict=True)]
             tokens = np.zeros((len(part), max(limits[i] for i in part)), np.int32)
             lengths = np.zeros(len(part), np.int64)
-            for step in decode(engines, requests, rule, gamma=0, eos_ids=eos_ids):
-                if step.out_of_memory:
-                    raise torch.OutOfMemoryError("the device has no memory for these prompts")
-                if not isinstance(column := step.emissions, TokenColumn):
-                    continue  # it only read a prompt
+            for column in _list_columns(decode(engines, requests, rule, gamma=0, eos_ids=eos_ids)):
                 tokens[column.rows, lengths[column.rows]] = column.tokens
                 lengths[column.rows] += 1
                 for i in np.flatnonzero(column.ended).tolist():
@@ -71,3 +67,12 @@ def respond(
                     yield part[row], tokens[row, : lengths[row]].tolist(), finish
                 if notify:
                     notify(len(column))
+
+
+def _list_columns(steps: Iterator[Step]) -> Iterator[TokenColumn]:
+    """The tokens of each step that has any: some only read a prompt."""
+    for step in steps:
+        if step.out_of_memory:
+            raise torch.OutOfMemoryError("the device has no memory for these prompts")
+        if isinstance(step.emissions, TokenColumn):
+            yield step.emissions

@@ -227,14 +227,19 @@ def open_checkpoint(files: list[Path], config: PretrainedConfig, device: torch.d
         elif part not in UNUSED:
             modules.setdefault(module, {})[part] = tensor
     for module, parts in modules.items():
-        one_byte = len(parts) == 2 and "weight" in parts and parts["weight"].dtype in ONE_BYTE
-        if PACKED in parts or QWEIGHT in parts or (one_byte and any(name in parts for name in SCALES)):
+        if _can_dequantise(parts):
             weights[f"{module}.weight"] = QuantisedTensor(parts, scheme)
         elif len(parts) > 1 and "weight" in parts:
             raise ValueError(f"{module} is quantised by {scheme.method} in a way that needs --backend vllm")
         else:
             weights |= {f"{module}.{name}": tensor for name, tensor in parts.items()}
     return weights
+
+
+def _can_dequantise(parts: Mapping[str, StoredTensor]) -> bool:
+    """Whether these are the parts of a matrix in words, or of one in bytes with its scales."""
+    one_byte = "weight" in parts and parts["weight"].dtype in ONE_BYTE and len(parts) == 2
+    return PACKED in parts or QWEIGHT in parts or (one_byte and any(name in parts for name in SCALES))
 
 
 def _read_scheme(quantisation: dict[str, Any]) -> QuantScheme:
