@@ -324,8 +324,8 @@ def check_pass(device: torch.device, dtype: torch.dtype, batch: int, width: int,
     qkv = torch.randn(3, batch * width, (heads + 2 * kv) * dim, device=device)
     cache = random(2, batch, kv, slots, dim)
     copy = cache.clone()
-    q1 = ours.rotate(qkv, (cosine, sine), (position, position), (cache[0], cache[1]), heads)
-    q2 = theirs.rotate(qkv, (cosine, sine), (position, position), (copy[0], copy[1]), heads)
+    q1 = ours.rotate(qkv, (cosine, sine), (position, position), (cache[0], cache[1]))
+    q2 = theirs.rotate(qkv, (cosine, sine), (position, position), (copy[0], copy[1]))
     torch.testing.assert_close(q1, q2, **close)
     torch.testing.assert_close(cache, copy, **close)
     one, two = (kernels.attention(q1, cache[0], cache[1], position) for kernels in (ours, theirs))
@@ -376,7 +376,7 @@ def check_described(device: torch.device, dtype: torch.dtype, width: int, dim: i
         results = []
         for kernels in (ours, theirs):
             keys, values = cache.clone()
-            q = kernels.rotate(qkv, rotary, (position, position), (keys, values), heads, own)
+            q = kernels.rotate(qkv, rotary, (position, position), (keys, values), own)
             results.append((q, keys, values))
         for found, wanted in zip(*results, strict=True):
             torch.testing.assert_close(found, wanted, **close)

@@ -135,14 +135,13 @@ class BatchGamma:
     ) -> tuple[float, float]:
         """Count a cycle of `seconds` by phase, in which row b of the `live` ones accepted used[b] drafts. Returns the
         table's seconds of a plain cycle and of this one; zeros where γ is not chosen."""
-        behind = plan.behind
         if plan.gammas is None or self.statistics is None:
             if self.controller is None:
                 return 0.0, 0.0
-            self.controller.observe(used, live, drafts, seconds, rows.blocks, behind=behind)
+            self.controller.observe(used, live, drafts, seconds, rows.blocks, behind=plan.behind)
             return self.controller.costs_of(len(rows), drafts)
         gammas = np.where(live, plan.gammas, 0)
-        if not (behind and drafts) and (gammas[live] == drafts).all():
+        if not (plan.behind and drafts) and (gammas[live] == drafts).all():
             self.statistics.costs.watch(len(rows), drafts, sum(seconds.values()))
         owners = {i: self._find_policy(self.rule_of(rows.requests[i])) for i in np.flatnonzero(gammas).tolist()}
         for policy in dict.fromkeys(owners.values()):  # the rows of each rule by themselves

@@ -82,7 +82,7 @@ class RegretBudget(AcceptanceRule):
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         if not (self.budget and self.rate and self.mismatches):
             return aligned
-        regret = self._regret(block, logits, ~aligned)
+        regret = torch.where(aligned, 0.0, compute_margin(block, logits))
         drafts = block.gamma if block.limits is None else block.limits[:, None]
         left = drafts - torch.arange(block.gamma, device=regret.device)  # from each draft on
         total = regret.cumsum(1) if block.spent is None else regret.cumsum(1) + block.spent[:, None]
@@ -91,13 +91,8 @@ class RegretBudget(AcceptanceRule):
 
     def spend(self, block: Block, logits: Tensor, judged: Tensor, n: Tensor) -> Tensor:
         emitted = torch.arange(block.gamma, device=n.device) < n[:, None]
-        spent = self._regret(block, logits, judged & emitted).sum(1)
+        spent = torch.where(judged & emitted, compute_margin(block, logits), 0.0).sum(1)
         return spent if block.spent is None else block.spent + spent
-
-    @staticmethod
-    def _regret(block: Block, logits: Tensor, mismatch: Tensor) -> Tensor:
-        """[B, γ] regret of the drafts in `mismatch`, of others 0."""
-        return torch.where(mismatch, compute_margin(block, logits), 0.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -149,15 +149,8 @@ class Trainer:
         """Measure the learner on held-out answers and keep the best weights; this time is not training."""
         state, share = self.state, self.share
         loss, measure = float(self.loss) if self.loss is not None else 0.0, self.learner.measure()
-        state.history.append(
-            {
-                "step": state.step,
-                "seconds": round(state.seconds, 1),
-                "tokens": state.tokens,
-                "loss": round(loss, 4),
-                **measure.figures,
-            }
-        )
+        reached = {"step": state.step, "seconds": round(state.seconds, 1), "tokens": state.tokens}
+        state.history.append({**reached, "loss": round(loss, 4), **measure.figures})
         self.notify(f"training: loss {loss:.3f}, held-out {measure.text}", share)
         if measure.score > state.best:
             state.best, state.without_gain, self.best = measure.score, 0, self._copy()

@@ -124,7 +124,7 @@ class Engine(RowCache):
         raise NotImplementedError
 
     def restore(self, rows: Sequence[Sequence[Tensor]]) -> None:
-        """Begin the rows of an empty batch with blocks, one after the other, copied parts of what `view_block` gives."""
+        """Begin the rows of an empty batch with blocks, one after the other: copies of what `view_block` gives."""
         raise NotImplementedError
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:

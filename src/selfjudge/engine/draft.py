@@ -38,20 +38,16 @@ class Backlog:
 
     def use_rows(self, batch: int) -> None:
         """Work on the first rows of the buffers, which grow if they must."""
-        if batch > len(self._buffers[0]):
-            old = self._buffers
-            self._buffers = [b.new_zeros((batch, *b.shape[1:])) for b in old]
-            for new, values in zip(self._buffers, old, strict=True):
-                new[: len(values)] = values
+        if (more := batch - len(self._buffers[0])) > 0:
+            self._buffers = [torch.cat([b, b.new_zeros((more, *b.shape[1:]))]) for b in self._buffers]
         # [B, BACKLOG], right-aligned; [B] how many of them have not been read; [B, BACKLOG, H]
         self.tokens, self.missing, self.states = (b[:batch] for b in self._buffers)
 
     def reserve(self, batch: int) -> None:
         """Begin with so many rows, each of which lacks the target's first token after the prompt."""
         self.use_rows(batch)
-        self.missing.fill_(1)
+        self.mark_read()
         self.states.zero_()
-        self.max_missing = 1  # upper bound of `missing`, which the host knows without waiting for the device
 
     def enter(self, first: Tensor) -> None:
         """Set the first tokens [B'] of the last rows, whose prompts have been read."""
@@ -69,7 +65,7 @@ class Backlog:
     def mark_read(self) -> None:
         """Note that all but the newest token of every row have been read."""
         self.missing.fill_(1)
-        self.max_missing = 1
+        self.max_missing = 1  # upper bound of `missing`, which the host knows without waiting for the device
 
     def join(self, other: Self, idle: int) -> None:
         there, new = len(self.missing), len(other.missing)

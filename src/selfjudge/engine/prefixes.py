@@ -97,7 +97,8 @@ def _copy_runs(first: int, stop: int, view: Callable[[int, int], Tensor]) -> Ite
     for start in range(first, stop, RUN):
         bounds = [count_positions(i) for i in range(start, min(start + RUN, stop) + 1)]
         sizes = [end - begin for begin, end in pairwise(bounds)]
-        yield from torch.split_with_sizes_copy(view(bounds[0], bounds[-1]), sizes, 3)
+        run = view(bounds[0], bounds[-1])
+        yield from torch.split_with_sizes_copy(run, sizes, 3)  # type: ignore[misc, func-returns-value]
 
 
 def _keys(space: Hashable, tokens: Sequence[int]) -> Iterator[bytes]:

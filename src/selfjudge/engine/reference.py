@@ -42,16 +42,12 @@ class SlotLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         end = self.used + key_states.shape[2]
         if end > self.buffers[0].shape[2]:
-            self.buffers = [self._grown(buffer, end) for buffer in self.buffers]
+            more = max(64, end + end // 2) - self.buffers[0].shape[2]
+            self.buffers = [pad(buffer, (0, 0, 0, more)) for buffer in self.buffers]
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, self.used : end] = new
         self.cut(end)
         return self.keys, self.values
-
-    def _grown(self, buffer: Tensor, needed: int) -> Tensor:
-        grown = buffer.new_empty((*buffer.shape[:2], max(64, needed + needed // 2), buffer.shape[3]))
-        grown[:, :, : self.used] = buffer[:, :, : self.used]
-        return grown
 
     def cut(self, length: int) -> None:
         """Use the first `length` slots."""
@@ -135,16 +131,8 @@ class SlotCache(Engine):
         query = slot[-width:]
         causal = slot[None, :] <= query[:, None]  # [T, S]
         itself = slot[None, :] == query[:, None]  # padding queries see themselves: no empty softmax
-        seen = self.valid[:, None, :] & causal
-        masks = {}
-        for kind in self._kinds:
-            allowed = seen
-            if kind == "sliding_attention":
-                distance = self.positions[:, -width:, None] - self.positions[:, None, :]
-                allowed = seen & (distance < self._sliding)
-            mask = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
-            masks[kind] = mask.masked_fill_(~(allowed | itself), torch.finfo(dtype).min).unsqueeze(1)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        seen = (self.valid[:, None, :] & causal) | itself
+        return additive_masks(self._kinds, seen, self.positions[:, -width:], self.positions, self._sliding, dtype)
 
     @torch.inference_mode()
     def rewind(self, rejected: Tensor) -> None:
@@ -261,6 +249,19 @@ class ReferenceHead(SlotCache, HeadEngine):
             a = head(tokens[:, part], g, positions, mask=mask, cache=self.cache)
         last = a[:, a.shape[1] - keep :]
         return Output(head.logits(last), None, last)
+
+
+def additive_masks(
+    kinds: set[str], seen: Tensor, queries: Tensor, keys: Tensor, window: int, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor]:
+    """Additive masks [B, 1, T, S] by attention kind of what each query sees [B, T, S]; in layers with a sliding window
+    that is less, by the positions of queries [B, T] and keys [B, S]."""
+    masks = {}
+    for kind in kinds:
+        inside = seen & (queries[:, :, None] - keys[:, None, :] < window) if kind == "sliding_attention" else seen
+        mask = torch.zeros(inside.shape, dtype=dtype, device=inside.device)
+        masks[kind] = mask.masked_fill_(~inside, torch.finfo(dtype).min).unsqueeze(1)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:

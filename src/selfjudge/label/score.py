@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from selfjudge.engine.reference import attention_kinds
+from selfjudge.engine.reference import additive_masks, attention_kinds
 from selfjudge.engine.teacher_forced import choose_width, log_probabilities, logit_rows, logits_of, sdpa_without_cudnn
 from selfjudge.models.load import LoadedModel, as_loaded
 from selfjudge.models.tokens import context_window
@@ -281,12 +281,5 @@ class Scorer:
         same = (owner[:, :, None] == owner[:, None, :]) & (owner >= 0)[:, :, None]
         own = (same & (column[None, :] <= column[:, None])) | torch.eye(wide, dtype=torch.bool, device=self.device)
         seen = torch.cat([slot < starts[:, :, None], own], 2)
-        masks = {}
-        for kind in self._kinds:
-            allowed = seen
-            if kind == "sliding_attention":
-                keys = torch.cat([slot.expand(len(positions), -1), positions], 1)
-                allowed = seen & (positions[:, :, None] - keys[:, None, :] < self._sliding)
-            mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=self.device)
-            masks[kind] = mask.masked_fill_(~allowed, torch.finfo(self.model.dtype).min).unsqueeze(1)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        keys = torch.cat([slot.expand(len(positions), -1), positions], 1)
+        return additive_masks(self._kinds, seen, positions, keys, self._sliding, self.model.dtype)

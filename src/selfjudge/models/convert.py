@@ -199,18 +199,15 @@ def build_draft(
     config = AutoConfig.for_model(**raw)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     state = {name: tensor.float().cpu() for name, tensor in tensors.items()}
-    for projection, name, output in (
-        ("proj_in", "model.embed_tokens.weight", False),
-        ("proj_out", "lm_head.weight", True),
-    ):
+    for projection, name in (("proj_in", "model.embed_tokens.weight"), ("proj_out", "lm_head.weight")):
         if projection in state:
-            by = state.pop(projection)
-            state[name] = torch.cat([rows @ by for rows in _read_embedding_rows(target, output)])
+            by, rows = state.pop(projection), _read_embedding_rows(target, output=projection == "proj_out")
+            state[name] = torch.cat([some @ by for some in rows])
     model.load_state_dict(state)
     return model.eval()
 
 
-def _read_embedding_rows(target: PreTrainedModel | GgufFile, output: bool) -> Iterator[Tensor]:
+def _read_embedding_rows(target: PreTrainedModel | GgufFile, *, output: bool) -> Iterator[Tensor]:
     """Rows of the target's input or output matrix in float32, some at a time: of a file no other tensor is read."""
     if isinstance(target, PreTrainedModel):
         module = target.get_output_embeddings() if output else target.get_input_embeddings()

@@ -80,7 +80,7 @@ class _Cache:
         self.model = EMBEDDED[name]
         self.progress = progress
         self.models = home() / "models"
-        self.file = self.models / f"{name}.gguf"
+        self.file, self.mark = self.models / f"{name}.gguf", self.models / f"{name}.checked"
         self.blocks = self.models / f"{name}.blocks"
         self.draft_blocks = self.blocks if self.model.head is None else self.models / f"{name}.draft"
         self.checkpoints = self.models / name
@@ -96,13 +96,9 @@ class _Cache:
             problem = f"cannot use the cache folder {self.models}: {error}"
             raise SelfJudgeError(f"{problem}; set SELFJUDGE_HOME to another") from None
 
-    @property
-    def _mark(self) -> Path:
-        return self.file.with_suffix(".checked")
-
     def has_file(self, *, full: bool) -> bool:
         """Whether the file is the model's."""
-        return _are_unchanged({self.file: self.model.sha256}, self._mark, full)
+        return _are_unchanged({self.file: self.model.sha256}, self.mark, full)
 
     def fetch(self, *, full: bool) -> None:
         """Fetch the file if it is not there or damaged."""
@@ -116,7 +112,7 @@ class _Cache:
         have = sum(f.stat().st_size for f in parts.iterdir() if f.is_file())
         self._check_room(2 * self.model.size + self.model.draft_size - have)  # parts, and what they are joined to
         os.replace(_assemble(self.model, parts, self.progress), self.file)
-        self._mark.touch()
+        self.mark.touch()
         shutil.rmtree(parts, ignore_errors=True)
 
     def _check_room(self, needed: int) -> None:

@@ -93,42 +93,28 @@ class Shape:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         out = LayerPart("out", "attn_output", "self_attn.o_proj", width, queries)
         down = LayerPart("down", "ffn_down", "mlp.down_proj", width, inner)
+        names = [(f"attn_{x}", f"self_attn.{x}_proj") for x in "qkv"]
+        names += [(f"ffn_{x}", f"mlp.{x}_proj") for x in ("gate", "up")]
+        firsts = (0, 0, 0, 0, 0)
         if self.family.fused:
-            qkv, gate_up = ("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")
-            return (
-                LayerPart("query", *qkv, queries, width),
-                LayerPart("key", *qkv, keys, width, queries),
-                LayerPart("value", *qkv, keys, width, queries + keys),
-                out,
-                LayerPart("gate", *gate_up, inner, width),
-                LayerPart("up", *gate_up, inner, width, inner),
-                down,
-            )
-        return (
-            LayerPart("query", "attn_q", "self_attn.q_proj", queries, width),
-            LayerPart("key", "attn_k", "self_attn.k_proj", keys, width),
-            LayerPart("value", "attn_v", "self_attn.v_proj", keys, width),
-            out,
-            LayerPart("gate", "ffn_gate", "mlp.gate_proj", inner, width),
-            LayerPart("up", "ffn_up", "mlp.up_proj", inner, width),
-            down,
-        )
+            names = [("attn_qkv", "self_attn.qkv_proj")] * 3 + [("ffn_up", "mlp.gate_up_proj")] * 2
+            firsts = (0, queries, queries + keys, 0, inner)
+        fields, rows = ("query", "key", "value", "gate", "up"), (queries, keys, keys, inner, inner)
+        reading = zip(fields, names, rows, firsts, strict=True)  # the residual stream
+        *qkv, gate, up = (LayerPart(field, *name, count, width, first) for field, name, count, first in reading)
+        return (*qkv, out, gate, up, down)
 
     @cached_property
     def norms(self) -> tuple[LayerPart, ...]:
         """The norms of a layer."""
-        names = [
-            ("attention_norm", "attn_norm", "input_layernorm"),
-            ("mlp_norm", "ffn_norm", "post_attention_layernorm"),
-        ]
-        if self.family.norms != "before":
-            names = [
-                names[0],
-                ("mlp_norm", "ffn_norm", "pre_feedforward_layernorm"),
-                ("attention_after", "post_attention_norm", "post_attention_layernorm"),
-                ("mlp_after", "post_ffw_norm", "post_feedforward_layernorm"),
-            ]
-        parts = [LayerPart(*name, 1, self.hidden) for name in names[2 if self.family.norms == "after" else 0 :]]
+        names, norms = [], self.family.norms
+        if norms != "after":
+            mlp = "post_attention_layernorm" if norms == "before" else "pre_feedforward_layernorm"
+            names += [("attention_norm", "attn_norm", "input_layernorm"), ("mlp_norm", "ffn_norm", mlp)]
+        if norms != "before":
+            names.append(("attention_after", "post_attention_norm", "post_attention_layernorm"))
+            names.append(("mlp_after", "post_ffw_norm", "post_feedforward_layernorm"))
+        parts = [LayerPart(*name, 1, self.hidden) for name in names]
         if self.family.qk_norm:
             queries, keys = (self.heads, self.kv_heads) if self.family.qk_norm == "whole" else (1, 1)
             parts.append(LayerPart("query_norm", "attn_q_norm", "self_attn.q_norm", 1, queries * self.head_dim))
@@ -188,11 +174,11 @@ def describe(config: PretrainedConfig) -> Shape:
         if not read(name, 1) > 0:
             raise UnknownShapeError(f"its {name} is {read(name, 1)}")
     kinds, windows = _describe_windows(config, family)
-    dim = head_width(config)
+    dim, width = head_width(config), config.hidden_size
     rotary, rotary_dim = _describe_rotary(config, family, kinds)
     return Shape(
         family=family,
-        hidden=config.hidden_size,
+        hidden=width,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -203,9 +189,7 @@ def describe(config: PretrainedConfig) -> Shape:
         rotary=rotary,
         rotary_dim=rotary_dim,
         activation=ACTIVATIONS[activation],
-        embedding_scale=config.hidden_size**0.5
-        if family.scaled_embedding
-        else float(read("embedding_multiplier", 1.0)),
+        embedding_scale=width**0.5 if family.scaled_embedding else float(read("embedding_multiplier", 1.0)),
         residual_scale=float(read("residual_multiplier", 1.0)),
         logit_scale=1 / read("logits_scaling", 1.0),
         attention_cap=float(read("attn_logit_softcapping", 0.0)),

@@ -85,9 +85,8 @@ class PackedWeights:
             bias = None if module.bias is None else module.bias[rows]
             setattr(layer, part.field, self._matrix(module.weight[rows], bias))
         for part in self.shape.norms:
-            setattr(
-                layer, part.field, self._norm(source.get_submodule(part.module), self._order(part.field, part.cols))
-            )
+            norm, order = source.get_submodule(part.module), self._order(part.field, part.cols)
+            setattr(layer, part.field, self._norm(norm, order))
 
     def _norm(self, module: Any, order: NDArray[np.int32] | None = None) -> int:
         weight = module.weight + self.shape.family.norm_offset if self.shape.family.norm_offset else module.weight
@@ -117,7 +116,11 @@ class PackedWeights:
                 order = self._order(part.field, part.cols)
                 setattr(layer, part.field, self._file_floats(file, f"blk.{i}.{part.gguf}.weight", order))
         head = self._file_matrix(file, output_name(file))
-        return self._file_embedding(file, head), self._file_floats(file, "output_norm.weight"), head
+        norm, tensor = self._file_floats(file, "output_norm.weight"), file.tensors["token_embd.weight"]
+        if output_name(file) == "token_embd":  # the rows of the output matrix
+            return (head.weight, head.type, head.type != F32), norm, head
+        self.kept.append(raw := file.blocks(tensor))
+        return (int(raw.ctypes.data), tensor.block_kind, False), norm, head
 
     def _file_order(self, part: LayerPart, config: PretrainedConfig) -> NDArray[np.int32] | None:
         """The rows of a tensor of a file that a matrix is made of; None: all, as they are."""
@@ -126,14 +129,6 @@ class PackedWeights:
             return None
         rows = np.arange(part.rows, dtype=np.int32) if rows is None else rows
         return np.ascontiguousarray((rows if order is None else rows[order]) + np.int32(part.first))
-
-    def _file_embedding(self, file: GgufFile, head: Matrix) -> tuple[int, int, bool]:
-        """Address and type of the embedding: the rows of the output matrix where the two are one, else a copy."""
-        tensor = file.tensors["token_embd.weight"]
-        if output_name(file) == "token_embd":
-            return head.weight, head.type, head.type != F32
-        self.kept.append(raw := file.blocks(tensor))
-        return int(raw.ctypes.data), tensor.block_kind, False
 
     def _file_floats(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> int:
         values = file.floats(file.tensors[name])

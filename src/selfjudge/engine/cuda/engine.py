@@ -277,7 +277,7 @@ class CudaEngine(Engine):
                     features[:, :, n * x.shape[1] : (n + 1) * x.shape[1]] = x.view(batch, width, -1)
             q = kernels.rotate(
                 kernels.product(normed, layer.qkv, layer.qkv_bias),
-                self._rotary[layer.table], (slot, position), (keys, values), w.heads, layer.head_norms,
+                self._rotary[layer.table], (slot, position), (keys, values), layer.head_norms,
             )  # fmt: skip
             mixed = kernels.attention(q, keys, values, position, layer.scoring)
             parts = kernels.add(x, mixed, layer.out, layer.out_bias, w.apart)
@@ -285,15 +285,12 @@ class CudaEngine(Engine):
             inner = kernels.gated(normed, layer.gate_up, layer.gate_up_bias, w.shape.activation)
             parts, after = kernels.add(x, inner, layer.down, layer.down_bias, w.apart), layer.mlp_after
         y = kernels.norm(x, parts, w.norm, epsilon, after, scale).view(batch, width, -1)[:, width - keep :]
-        logits = self._cap(F.linear(y.reshape(batch * keep, -1), w.head))
+        logits = F.linear(y.reshape(batch * keep, -1), w.head)
+        if w.shape.logit_scale != 1:
+            logits = logits * w.shape.logit_scale
+        if cap := w.shape.logit_cap:
+            logits = torch.tanh(logits / cap) * cap
         return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
-
-    def _cap(self, logits: Tensor) -> Tensor:
-        """Logits as the model scales and limits them."""
-        shape = self.weights.shape
-        if shape.logit_scale != 1:
-            logits = logits * shape.logit_scale
-        return torch.tanh(logits / shape.logit_cap) * shape.logit_cap if shape.logit_cap else logits
 
     def bucket(self, rows: int, now: int = 0) -> int:
         """Graphs are captured for 1, 2, 4, 8 … rows; idle rows stay until they are half of the batch."""
@@ -379,7 +376,7 @@ class CudaHead(CudaEngine, HeadEngine):
             x = n.clone()
         both = torch.cat([kernels.norm(e.view(batch * width, size), None, layer.attention_norm, w.epsilon), n], 1)
         qkv = kernels.product(both, layer.qkv, None)
-        q = kernels.rotate(qkv, self._rotary[0], (slot, position), (keys, values), w.heads)
+        q = kernels.rotate(qkv, self._rotary[0], (slot, position), (keys, values))
         if keep < width:
             x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size).contiguous()
             q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()

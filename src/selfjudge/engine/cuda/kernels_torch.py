@@ -92,20 +92,14 @@ class Kernels:
         return None
 
     def rotate(
-        self,
-        qkv: Tensor,
-        rotary: TensorPair,
-        at: TensorPair,
-        cache: TensorPair,
-        heads: int,
-        norms: HeadNorms | None = None,
+        self, qkv: Tensor, rotary: TensorPair, at: TensorPair, cache: TensorPair, norms: HeadNorms | None = None
     ) -> Tensor:
         """Rotate queries and keys of [S, M, (Hq+2Hk)·D], cache keys and values; return queries [B, T, Hq, D].
         `rotary` is cosine and sine by position, `at` slot and position [B, T], `cache` keys and values."""
         (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape
         kv, dim = keys.shape[1], keys.shape[3]
-        q, k, v = qkv.sum(0).to(keys.dtype).view(batch, width, -1, dim).split([heads, kv, kv], 2)
+        q, k, v = qkv.sum(0).to(keys.dtype).view(batch, width, -1, dim).tensor_split((-2 * kv, -kv), 2)
         if norms is not None:
             q, k = norms.apply(q, norms.query), norms.apply(k, norms.key)
         c, s = cosine[position][:, :, None], sine[position][:, :, None]

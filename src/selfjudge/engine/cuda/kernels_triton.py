@@ -22,12 +22,11 @@ PROCESSORS = 132  # multiprocessors of an H100 or H200; with more or fewer the w
 
 def _tiles(outputs: int, inputs: int) -> dict[str, int]:
     """Tiles of a product with few rows, tuned on an H200: about one program per multiprocessor, few parts to add."""
-    if 1024 < inputs <= 2048:
-        return {"BLOCK_N": 32, "BLOCK_K": 512, "SPAN": 512, "num_warps": 4, "num_stages": 3}
-    blocks = triton.cdiv(inputs, 256) * triton.cdiv(outputs, 64)
-    return {
-        "BLOCK_N": 64, "BLOCK_K": 256, "SPAN": 256 * triton.cdiv(blocks, PROCESSORS), "num_warps": 4, "num_stages": 3,
-    }  # fmt: skip
+    block_n, block_k, span = 32, 512, 512
+    if not 1024 < inputs <= 2048:
+        blocks = triton.cdiv(inputs, 256) * triton.cdiv(outputs, 64)
+        block_n, block_k, span = 64, 256, 256 * triton.cdiv(blocks, PROCESSORS)
+    return {"BLOCK_N": block_n, "BLOCK_K": block_k, "SPAN": span, "num_warps": 4, "num_stages": 3}
 
 
 class TritonKernels(Kernels):
@@ -73,17 +72,11 @@ class TritonKernels(Kernels):
             return x
         rows, hidden = x.shape
         block = triton.next_power_of_2(hidden)
-        options = {"BLOCK": block, "num_warps": 4 if block <= 2048 else 8, **self._launch(rows)}
         y = x if weight is None else torch.empty_like(x)
-        if parts is not None and (weight is None or after is not None or scale != 1):
-            programs.add_norm[(rows,)](
-                x, parts, x if after is None else after, x if weight is None else weight, y, hidden, x.numel(), epsilon,
-                scale, PARTS=len(parts), AFTER=after is not None, NORM=weight is not None, **options,
-            )  # fmt: skip
-            return y
         programs.norm[(rows,)](
-            x, x if parts is None else parts, weight, y, hidden, x.numel(), epsilon,
-            PARTS=0 if parts is None else len(parts), **options,
+            x, parts, None if parts is None else after, weight, y, hidden, x.numel(), epsilon,
+            None if scale == 1 else scale, PARTS=0 if parts is None else len(parts), BLOCK=block,
+            num_warps=4 if block <= 2048 else 8, **self._launch(rows),
         )  # fmt: skip
         return y
 
@@ -127,17 +120,12 @@ class TritonKernels(Kernels):
         return y
 
     def rotate(
-        self,
-        qkv: Tensor,
-        rotary: TensorPair,
-        at: TensorPair,
-        cache: TensorPair,
-        heads: int,
-        norms: HeadNorms | None = None,
+        self, qkv: Tensor, rotary: TensorPair, at: TensorPair, cache: TensorPair, norms: HeadNorms | None = None
     ) -> Tensor:
         (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape
         kv, slots, dim = keys.shape[1:]
+        heads = qkv.shape[2] // dim - 2 * kv
         q = torch.empty(batch, width, heads, dim, dtype=keys.dtype, device=qkv.device)
         if norms is not None and norms.query.dim() == 2:
             qkv, norms = self._whole_norms(qkv, norms, keys.dtype), None

@@ -14,6 +14,13 @@ def run_time(*names: str) -> Callable[[Callable[..., None]], Any]:
     return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)
 
 
+@triton.jit
+def _wait(EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 @run_time("token_ptr", "count_ptr", "length_ptr", "width")
 def begin(
     token_ptr, count_ptr, length_ptr, table_ptr, x_ptr, slot_ptr, position_ptr, width, slots, vocabulary, hidden,
@@ -22,9 +29,7 @@ def begin(
     place = tl.program_id(0)
     row, column = place // width, place % width  # in 32 bits, and before the wait
     place = place.to(tl.int64)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    _wait(EARLY)
     missing = width - tl.load(count_ptr + row) if COUNTS else 0
     position = tl.load(length_ptr + row) + column - missing
     position = tl.minimum(tl.maximum(position, 0), slots - 2)
@@ -43,53 +48,32 @@ def _weighted(wide, w, dtype: tl.constexpr):
 
 @triton.jit
 def norm(
-    x_ptr, part_ptr, w_ptr, y_ptr, hidden, step, epsilon,
+    x_ptr, part_ptr, after_ptr, w_ptr, y_ptr, hidden, step, epsilon, residual,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """With `after` the sum of the parts is normalised before x gets it, with `residual` it is scaled; or None."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < hidden
-    w = tl.load(w_ptr + at, mask=inside, other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    if after_ptr is not None:
+        after = tl.load(after_ptr + at, mask=inside, other=0.0)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + at, mask=inside, other=0.0)
+    _wait(EARLY)
     x = tl.load(x_ptr + row * hidden + at, mask=inside, other=0.0)
     if PARTS:
         more = tl.zeros([BLOCK], tl.float32)
         for i in tl.static_range(PARTS):
             more += tl.load(part_ptr + i * step + row * hidden + at, mask=inside, other=0.0).to(tl.float32)
-        x = (x.to(tl.float32) + more.to(x.dtype).to(tl.float32)).to(x.dtype)
+        more = more.to(x.dtype).to(tl.float32)
+        if after_ptr is not None:
+            scale = 1.0 / tl.sqrt(tl.sum(more * more, 0) / hidden + epsilon)
+            more = _weighted(more * scale, after, x.dtype).to(tl.float32)
+        if residual is not None:
+            more = (more * residual).to(x.dtype).to(tl.float32)
+        x = (x.to(tl.float32) + more).to(x.dtype)
         tl.store(x_ptr + row * hidden + at, x, mask=inside)
-    wide = x.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / hidden + epsilon)
-    tl.store(y_ptr + row * hidden + at, _weighted(wide * scale, w, x.dtype), mask=inside)
-
-
-@triton.jit
-def add_norm(
-    x_ptr, part_ptr, after_ptr, w_ptr, y_ptr, hidden, step, epsilon, residual,
-    PARTS: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """`norm` where the sum of the parts is normalised or scaled before x gets it, or x is not normalised itself."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < hidden
-    after = tl.load(after_ptr + at, mask=inside, other=0.0)
-    w = tl.load(w_ptr + at, mask=inside, other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row * hidden + at, mask=inside, other=0.0)
-    more = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(PARTS):
-        more += tl.load(part_ptr + i * step + row * hidden + at, mask=inside, other=0.0).to(tl.float32)
-    more = more.to(x.dtype).to(tl.float32)
-    if AFTER:
-        scale = 1.0 / tl.sqrt(tl.sum(more * more, 0) / hidden + epsilon)
-        more = _weighted(more * scale, after, x.dtype).to(tl.float32)
-    x = (x.to(tl.float32) + (more * residual).to(x.dtype).to(tl.float32)).to(x.dtype)
-    tl.store(x_ptr + row * hidden + at, x, mask=inside)
-    if NORM:
+    if w_ptr is not None:
         wide = x.to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / hidden + epsilon)
         tl.store(y_ptr + row * hidden + at, _weighted(wide * scale, w, x.dtype), mask=inside)
@@ -108,9 +92,7 @@ def whole_norms(
     at = tl.arange(0, BLOCK)
     inside = at < count
     place = token * (queries + 2 * keys) + begin + at
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    _wait(EARLY)
     x = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(PARTS):
         x += tl.load(qkv_ptr + i * step + place, mask=inside, other=0.0).to(tl.float32)
@@ -141,9 +123,7 @@ def product(
     w_at = w_ptr + n[:, None].to(tl.int64) * inputs + k[None, :]
     x_at = x_ptr + m[None, :] * inputs + k[:, None]
     w = tl.load(w_at, mask=real_n[:, None] & (k < inputs)[None, :], other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    _wait(EARLY)
     x = tl.load(x_at, mask=real_m[None, :] & (k < inputs)[:, None], other=0.0)
     total = tl.dot(w, x)
     for start in range(BLOCK_K, SPAN, BLOCK_K):
@@ -179,9 +159,7 @@ def gated(
     weights = real_n[:, None] & (k < inputs)[None, :]
     w1 = tl.load(gate_at, mask=weights, other=0.0)
     w2 = tl.load(up_at, mask=weights, other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    _wait(EARLY)
     x = tl.load(x_at, mask=real_m[None, :] & (k < inputs)[:, None], other=0.0)
     gate, up = tl.dot(w1, x), tl.dot(w2, x)
     for start in range(BLOCK_K, inputs, BLOCK_K):
@@ -207,9 +185,7 @@ def rotate(
     half: tl.constexpr = DIM // 2
     at = tl.arange(0, half)
     source = qkv_ptr + (token * (heads + 2 * kv) + head) * DIM
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    _wait(EARLY)
     a = tl.zeros([half], tl.float32)
     b = tl.zeros([half], tl.float32)
     for i in tl.static_range(PARTS):
@@ -262,9 +238,7 @@ def attention(
     token = (tl.program_id(2) % blocks) * queries + index // TOGETHER
     head = first_head + index % TOGETHER
     d = tl.arange(0, DIM)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    _wait(EARLY)
     first = row * width
     real = (index < queries * TOGETHER) & (token < width)
     position = tl.load(position_ptr + first + token, mask=real, other=-1)
@@ -318,9 +292,7 @@ def combine(part_ptr, out_ptr, splits, SHARES: tl.constexpr, DIM: tl.constexpr, 
     share = tl.arange(0, SHARES)
     real = share < splits
     place = part_ptr + (line * splits + share) * (DIM + 2)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    _wait(EARLY)
     mass = tl.load(place + DIM, mask=real, other=0.0)
     most = tl.load(place + DIM + 1, mask=real, other=-float("inf"))
     weight = tl.exp(most - tl.max(most, 0))
@@ -331,9 +303,7 @@ def combine(part_ptr, out_ptr, splits, SHARES: tl.constexpr, DIM: tl.constexpr, 
 
 @triton.jit
 def gate(x_ptr, y_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    _wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner

@@ -140,7 +140,7 @@ class _Weights:
             self.layers.append(_Layer(layer, shape, self.dim).fuse(i))
             if self.norm.is_cuda:  # what was fused is free, in pieces that fit nothing else
                 torch.cuda.empty_cache()
-        self.heads, self.kv_heads, self.epsilon = shape.heads, shape.kv_heads, shape.epsilon
+        self.kv_heads, self.epsilon = shape.kv_heads, shape.epsilon
         self.apart = shape.family.norms != "before" or shape.residual_scale != 1
         """Whether what a layer adds to the residual stream is changed first."""
 
