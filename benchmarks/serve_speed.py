@@ -49,7 +49,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--about", default="", help="what runs there, in words")
     parser.add_argument("--model", help="what the request calls it; the first that the server lists if not given")
     parser.add_argument(
-        "--extra", type=json.loads, nargs="+", default=[{}], help="further fields of a request, as JSON; several by turns"
+        "--extra",
+        type=json.loads,
+        nargs="+",
+        default=[{}],
+        help="further fields of a request, as JSON; several by turns",
     )
     parser.add_argument("--data", type=Path)
     parser.add_argument("--tasks", nargs="+", default=["gsm8k"], help="test splits, prompts files or `built-in`")

@@ -376,7 +376,7 @@ def test_drafts_after_the_end_of_an_answer_are_worth_nothing(
     """The draft is the target, so every draft is accepted; the block of six begins with the second token."""
     model, prompt, counted = tiny_model(seed=1), prompts_of([7])[0], []
     monkeypatch.setattr(loop.GammaController, "choose", lambda self, *given: 6)
-    monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows, most: 6)
+    monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows, most, **how: 6)
     for policy in (loop.GammaController, loop.RequestGamma):
         monkeypatch.setattr(policy, "observe", lambda self, used, *rest, **more: counted.append(used.tolist()))
     monkeypatch.setattr(loop.GammaController, "draft_on", None)
@@ -394,7 +394,7 @@ def gammas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What requests get when they enter, one after the other."""
     left = [3, 1, 0, 5, 2, 4]
     given = iter(left)
-    monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows, most: next(given))
+    monkeypatch.setattr(loop.RequestGamma, "choose", lambda self, rows, most, **how: next(given))
     return left
 
 
