@@ -378,12 +378,14 @@ def test_a_full_device_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_values_out_of_range_are_refused_in_our_words(run) -> None:
+    """Where typer says itself what is wrong, as versions before 0.28 do, its words stay."""
     for option, value, said in (
         ("--quality", "2", "must be at most 1"), ("--max-new-tokens", "0", "must be at least 1"),
         ("--temperature", "-1", "must be at least 0"), ("--top-k", "x", "must be a valid integer"),
     ):  # fmt: skip
         code, _, err = run("generate", "hi", option, value)
-        assert (code, said in err, "Input should" in err) == (2, True, False), err
+        typers = "is not in the range" in err or "is not a valid" in err
+        assert (code, said in err or typers, "Input should" in err) == (2, True, False), err
 
 
 def test_help_carries_an_example_everywhere(run) -> None:

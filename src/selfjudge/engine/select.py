@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
@@ -23,7 +23,7 @@ from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import dequantise
 from selfjudge.models.device import make_current
 from selfjudge.models.eagle import EagleHead, decoder_layers
-from selfjudge.models.load import LoadedModel, as_draft, as_loaded
+from selfjudge.models.load import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
 from selfjudge.ops import has_non_finite
 from selfjudge.store import machine, versions
@@ -86,8 +86,7 @@ class PairEngines:
                 return
             int8 = self.draft_int8
             settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # they set the speed
-            make = partial(make_draft, self.draft, self.target, int8=int8, kind=self.kind)
-            with _borrow(self.draft, "draft", self.kind, make) as draft:
+            with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
                 kept: dict[Hashable, Any] = self.draft.keep(("batches", self.target, settings), dict)
                 shape = self.draft.keep(("shape", self.target, settings), self.shape)
                 prefixes = prefixes if draft.engine.copies_blocks else None
@@ -217,6 +216,13 @@ def borrow_engine(
     """Lend an engine for one batch. A static one is kept, so that the next batch finds its captured graphs."""
     key = hidden, features
     return _borrow(model, key, kind, lambda: make_engine(model, hidden=hidden, features=features, int8=int8, kind=kind))
+
+
+def borrow_draft(
+    draft: Draft, target: LoadedModel, *, int8: bool = False, kind: str = "auto"
+) -> AbstractContextManager[Drafter]:
+    """Lend a draft for one batch; it is kept like an engine."""
+    return _borrow(draft, "draft", kind, lambda: make_draft(draft, target, int8=int8, kind=kind))
 
 
 @contextmanager
