@@ -345,6 +345,11 @@ def test_rows_that_entered_a_small_batch_do_not_hand_their_gamma_on() -> None:
     entered = choice.choose(64, early, for_good=True)
     assert 0 < entered < early == choice.choose(64, early), "for a cycle that drafts as many they cost nothing"
     assert choice.choose(64, entered, for_good=True) == entered
+    dear = PairStatistics(records=statistics.records)
+    for drafts in range(MAX_AUTO_GAMMA + 1):
+        dear.costs.add(64, drafts, (0.02 * drafts, 1 + 0.9 * drafts))
+    later = [RequestGamma(dear, TopK(2)).choose(64, entered, for_good=True) for _ in range(100)]
+    assert later.count(0) > 70, "where drafts lose, who enters beside them does not go on with them either"
 
 
 def test_a_rule_begins_with_what_exact_accepts() -> None:

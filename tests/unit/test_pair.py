@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import find_shipped_tau
-from selfjudge.models.catalogue import draft_for, shipped_draft
+from selfjudge.models.catalogue import check_hub, draft_for, shipped_draft
 from selfjudge.models.device import choose_device
 from selfjudge.models.load import Target
 from selfjudge.models.pair import Pair
@@ -191,3 +191,11 @@ def test_code_of_a_checkpoint_is_never_asked_for(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on standard input"))
     with pytest.raises(SelfJudgeError, match="not a readable checkpoint"):
         Pair.load(str(tmp_path / "remote"), checkpoints["draft"], device="cpu")
+
+
+@pytest.mark.parametrize("name", ["./missing model", "my model", "a/b/c", "org/x?y", "~nosuchuser/x", "x" * 300])
+def test_names_that_neither_a_file_nor_a_model_of_the_hub_can_have_are_refused(name: str) -> None:
+    with pytest.raises(SelfJudgeError, match=r"^unknown model"):
+        check_hub(name)
+    with pytest.raises(SelfJudgeError, match=r"^no draft ships for"):
+        draft_for(name, None)

@@ -101,7 +101,7 @@ class RequestGamma(GammaPolicy):
         tokens = tokens_by_gamma(self._find_blocks(rows)).tolist()
         speeds = {gamma: tokens[gamma] / table[max(gamma, beside)] for gamma in self.choices}
         best, record = max(speeds, key=lambda gamma: speeds[gamma]), self._find_record(rows)
-        loss = 1 - speeds[best] * table[beside] if beside == most else 0.0  # beside others some drafts cost nothing
+        loss = 1 - speeds[best] * table[beside]
         record.plain_entries += 1
         if loss > 0 and record.plain_entries * PROBE_BUDGET < loss:
             return 0

@@ -1,10 +1,11 @@
 """Embedded models, which can be had by name, and which folders hold EAGLE-3 heads. Loads no torch."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import read_json, refuse_foreign, sha256, unreachable, weight_files
 
 _DRAFTS = Path(__file__).with_name("drafts")
@@ -78,7 +79,11 @@ def check_reference(reference: str, role: str) -> None:
 
 def check_hub(reference: str) -> None:
     """Refuse what may be a hub id where the hub does not answer and there is no copy of it here."""
-    if reference.partition("/")[0] in EMBEDDED or Path(reference).expanduser().exists() or weight_files(reference):
+    try:
+        here = Path(reference).expanduser().exists() or weight_files(reference)
+    except (OSError, RuntimeError, ValueError) as error:  # no file has such a name, and no model of the hub
+        raise unknown_model(reference, first_line(error)) from None
+    if reference.partition("/")[0] in EMBEDDED or here:
         return
     if (reason := unreachable()) is not None:
         raise unknown_model(reference, reason)
@@ -104,7 +109,9 @@ def draft_for(target: str, draft: str | None) -> str:
     """The draft to load with a target: the one that is named, else the one that ships."""
     chosen = draft or shipped_draft(target)
     if chosen is None:
-        unknown = "" if Path(target).expanduser().exists() else " (the target was not looked up yet)"
+        unknown = " (the target was not looked up yet)"
+        with suppress(OSError, RuntimeError):  # no file has such a name
+            unknown = "" if Path(target).expanduser().exists() else unknown
         raise SelfJudgeError(f"no draft ships for {target}: name one with `draft`{unknown}")
     return chosen
 
