@@ -241,7 +241,7 @@ class InProcess:
     def about(self) -> dict[str, Any]:
         pair, rules = self.scheduler.pair, self.scheduler.rules
         return {
-            "pair": pair.name, "rule": rules.own.text, "theta": rules.theta, "gamma": rules.own.gamma,
+            "pair": pair.name, "rule": rules.own.text, "theta": rules.choose().rule.theta, "gamma": rules.own.gamma,
             "device": pair.target.device.type, "dtype": pair.dtype,
         }  # fmt: skip
 
