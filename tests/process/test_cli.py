@@ -378,7 +378,7 @@ def test_a_full_device_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_values_out_of_range_are_refused_in_our_words(run) -> None:
-    """Where typer says itself what is wrong, as versions before 0.28 do, its words stay."""
+    """Where typer says itself what is wrong, as 0.19 and 0.27 do, its words stay."""
     for option, value, said in (
         ("--quality", "2", "must be at most 1"), ("--max-new-tokens", "0", "must be at least 1"),
         ("--temperature", "-1", "must be at least 0"), ("--top-k", "x", "must be a valid integer"),
